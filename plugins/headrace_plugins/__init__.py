@@ -1,5 +1,43 @@
-"""First-party plugins of Headrace, registered through the same entry point group as any other."""
+"""First-party plugins of Headrace, registered through the same entry point group as any other.
+
+Only records here: what a record names is imported when a config selects it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from headrace.hooks import BackendSpec, DrafterSpec, hookimpl
+from headrace.types import ModelSource
+
 headrace_api = 1
+
+
+@hookimpl
+def headrace_backends() -> Iterable[BackendSpec]:
+    yield BackendSpec(
+        name="toy",
+        formats=("toy",),
+        factory="headrace.testing.toy_backend:open_executor",
+        probe="headrace.testing.toy_backend:probe",
+        options="headrace.testing.toy_options:ToyOptions",
+        summary="a model of hashes, for tests and examples: toy://vocab=512,seed=0",
+        verified="any CPU",
+    )
+
+
+@hookimpl
+def headrace_drafters() -> Iterable[DrafterSpec]:
+    yield DrafterSpec(
+        name="ngram",
+        factory="headrace_plugins.ngram:NGram",
+        options="headrace_plugins.ngram:NGramOptions",
+        summary="prompt lookup: drafts what followed the last time the current n-gram occurred",
+    )
+
+
+@hookimpl
+def headrace_resolve(uri: str) -> ModelSource | None:
+    from headrace.testing.toy_backend import resolve as resolve_toy
+
+    return resolve_toy(uri)
