@@ -269,9 +269,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter", "arrival", "banned_until", "cached", "compiled", "computed", "counts", "deadline", "draft",
-        "error", "finish_reason", "index", "leader", "limit", "logprobs", "matcher", "n_prompt", "params",
-        "preemptions", "prompt_logprobs", "request", "sample_index", "skipped", "slot", "status", "stop_ids",
+        "arrival", "cached", "compiled", "computed", "counts", "deadline", "draft", "error", "extras",
+        "finish_reason", "index", "leader", "limit", "logprobs", "matcher", "n_prompt", "params", "preemptions",
+        "prompt_logprobs", "request", "sample_index", "skipped", "slot", "status", "stop_ids", "stop_reason",
         "stream", "times", "tokens", "wants",
     )  # fmt: skip
 
@@ -291,8 +291,7 @@ class Sequence:
         """Row of the engine's sampling table while running, else -1."""
         self.slot = -1
         """Slot (or paged table row) while it holds KV, else -1."""
-        self.status = "waiting"
-        """waiting | compiling | running | finished"""
+        self.status: Literal["waiting", "compiling", "running", "finished"] = "waiting"
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.matcher: Matcher | None = None
@@ -300,9 +299,10 @@ class Sequence:
         self.stream: Any = None
         self.counts: dict[int, int] | None = None
         """Token -> occurrences in prompt and output; kept only when a penalty is on."""
+        self.extras: Any = None
+        """Bias, bans and other things that few requests have (`headrace.engine.Extras`), or None."""
         self.stop_ids: frozenset[int] = frozenset()
-        self.banned_until = 0
-        """Total token count below which stop_ids are banned (min_tokens)."""
+        self.stop_reason: str | int | None = None
         self.wants = 0
         self.logprobs: list[Any] | None = None
         self.prompt_logprobs: list[Any] | None = None
@@ -310,7 +310,6 @@ class Sequence:
         self.arrival: tuple[float, ...] = ()
         """Order of service: (priority, submission number)."""
         self.deadline = math.inf
-        self.adapter = request.adapter
         self.preemptions = 0
         self.skipped = 0
         self.times: list[float] = [request.arrival_s, 0.0, 0.0, 0.0]
@@ -735,5 +734,3 @@ class RequestStats:
 def field_names(cls: type) -> tuple[str, ...]:
     """Names of a dataclass's fields, in order."""
     return tuple(f.name for f in fields(cls))
-
-

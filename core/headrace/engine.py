@@ -1,0 +1,626 @@
+"""The engine: one `step()` schedules rows, runs them on the executor, and commits what came back.
+
+    schedule -> forward -> masks (while the device runs) -> sample -> collect -> commit -> draft
+
+Single-threaded: one owner calls everything (`headrace.runner` gives it a thread). Nothing of a sequence changes between
+forward and collect, so a step that fails leaves every sequence as it was. Hooks and configuration are never touched
+here: the engine holds plain bound objects.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from headrace.admission import Extras, admit_request, extras_of
+from headrace.contracts import Compiled, ConstraintEngine, Drafter, Executor, KVSpace, Observer
+from headrace.errors import Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
+from headrace.outputs import TextStream
+from headrace.planning import build_plan, next_targets, sparse_columns
+from headrace.sampling import new_table, resolve_seed, set_row
+from headrace.scheduler import Rows, Scheduler
+from headrace.types import (
+    WANT_LOGPROBS,
+    WANT_PROMPT_LOGPROBS,
+    WANT_TOKEN,
+    DraftView,
+    EngineOptions,
+    FinishReason,
+    KVOp,
+    LogprobRows,
+    MaskBatch,
+    Request,
+    RequestStats,
+    Sequence,
+    StepPlan,
+    StepResult,
+    StepStats,
+    Timings,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+COMPILE_WAIT_S = 0.05
+"""How long an otherwise idle step waits for a grammar to compile before it returns to its caller."""
+
+
+class Engine:
+    """Drives one executor. Not thread-safe but for `interrupt`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        kv: KVSpace,
+        options: EngineOptions,
+        *,
+        drafter: Drafter | None = None,
+        constraints: ConstraintEngine | None = None,
+        observers: Iterable[Observer] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        caps = executor.caps
+        self.executor = executor
+        self.kv = kv
+        self.options = options
+        self.drafter = drafter if drafter is not None and caps.drafts else None
+        self.constraints = constraints
+        self.observers = list(observers)
+        self.clock = clock
+        n_rows = min(options.max_sequences, caps.max_rows)
+        if caps.kv == "slots":
+            n_rows = min(n_rows, executor.layout.n_slots)
+        self.scheduler = Scheduler(
+            kv, options, n_rows, min(options.max_batch_tokens, caps.max_tokens), self._forget_draft
+        )
+        self.table = new_table(n_rows)
+        self.n_steps = 0
+        self.n_drafted = 0
+        self.n_accepted = 0
+        self._ops: list[KVOp] = []
+        self._by_id: dict[str, list[Sequence]] = {}
+        self._numbers = count()
+        self._cancelled: set[str] = set()
+        self._timed: set[Sequence] = set()
+        """Unfinished sequences with a deadline."""
+        self._touched: list[Sequence] = []
+        self._suspects: list[list[Sequence]] = []
+        """Groups of rows of a failed step, searched for the culprit by halves; last one first."""
+        self._interrupted = False
+        self._dead: HeadraceError | None = None
+        self._compilers: ThreadPoolExecutor | None = None
+        self._masker: ThreadPoolExecutor | None = None
+        self._mask_bits = np.zeros((0, -(-executor.model.vocab_size // 32)), np.int32)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request: its n sequences, in sample order. Raises RequestError, or Busy when the queue is full."""
+        if self._dead is not None:
+            raise self._dead
+        n = request.params.n
+        n_waiting = len(self.scheduler.waiting)
+        if n_waiting + n > self.options.max_waiting:
+            raise Busy(
+                "HR-BUSY-01",
+                f"{n_waiting} requests are waiting, the queue holds {self.options.max_waiting}",
+                "retry later, or raise engine.max_waiting",
+            )
+        if request.id in self._by_id:
+            raise RequestError("HR-REQUEST-09", f"request id {request.id!r} is in use", "give every request its own id")
+        limit = admit_request(request, self.executor, self.kv, self.constraints)
+        params = replace(request.params, seed=resolve_seed(request.params))
+        request = replace(request, params=params)
+        extras, counts = extras_of(request, self.executor)
+        seqs: list[Sequence] = []
+        for i in range(n):
+            seq = Sequence(request, i, limit)
+            seq.arrival = (request.priority, next(self._numbers))
+            self._prepare(seq, extras, counts)
+            if i:
+                seq.leader = seqs[0]
+            seqs.append(seq)
+        self._by_id[request.id] = seqs
+        if params.constraint is not None:
+            future = self._compile(params.constraint)
+            for seq in seqs:
+                seq.compiled, seq.status = future, "compiling"
+        for seq in seqs:
+            self.scheduler.add(seq)
+        return seqs
+
+    def _prepare(self, seq: Sequence, extras: Extras | None, counts: bool) -> None:
+        params, model = seq.params, self.executor.model
+        seq.extras = extras
+        seq.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.eos_ids)
+        if counts:
+            seq.counts = {}
+            for token in seq.tokens:
+                seq.counts[token] = seq.counts.get(token, 0) + 1
+        if seq.limit > seq.n_prompt:
+            seq.wants |= WANT_TOKEN
+        if params.logprobs is not None:
+            seq.wants |= WANT_LOGPROBS
+            seq.logprobs = []
+        if params.prompt_logprobs is not None and seq.sample_index == 0:
+            seq.wants |= WANT_PROMPT_LOGPROBS
+            seq.prompt_logprobs = [None]
+        if seq.request.want_text or params.stop:
+            seq.stream = TextStream(self.executor.tokenizer, params.stop, params.skip_special_tokens)
+        if params.deadline_s is not None:
+            seq.deadline = seq.request.arrival_s + params.deadline_s
+            self._timed.add(seq)
+
+    def _compile(self, grammar: Any) -> Future[Compiled]:
+        assert self.constraints is not None
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(2, thread_name_prefix="headrace-compile")
+        return self._compilers.submit(self.constraints.compile, grammar)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request with "abort" at the next step. False if it is unknown or has ended."""
+        if request_id not in self._by_id:
+            return False
+        self._cancelled.add(request_id)
+        return True
+
+    def interrupt(self) -> None:
+        """From any thread: end a running forward soon. The step's rows are computed again, minus those cancelled."""
+        self._interrupted = True
+        self.executor.interrupt()
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting or self._touched)
+
+    def close(self) -> None:
+        """End everything with "abort" and stop helper threads. The executor stays open: its owner closes it."""
+        for request_id in list(self._by_id):
+            self._cancelled.add(request_id)
+        self._end_cancelled()
+        for pool in (self._compilers, self._masker):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        for observer in self.observers:
+            observer.close()
+        self.observers = []
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Sequence]:
+        """Run one step; the sequences that got tokens or ended in it. Never raises for a request's sake."""
+        started = self.clock()
+        if self._cancelled or self._timed:
+            self._end_cancelled()
+        only = self._suspects[-1] if self._suspects else None
+        rows = self.scheduler.schedule(self._ops, self._ready, self._admitted, only)
+        if rows.seqs:
+            self._run(rows, started)
+        elif only is not None:
+            self._suspects.pop()
+        elif not self._touched and self.scheduler.waiting:
+            self._idle()
+        touched, self._touched = self._touched, []
+        return touched
+
+    def _run(self, rows: Rows, started: float) -> None:
+        ops, self._ops = self._ops, []
+        plan = build_plan(self.n_steps, rows, self.table, tuple(ops), self.kv)
+        self._add_rare_columns(plan, rows)
+        self.n_steps += 1
+        executor, clock = self.executor, self.clock
+        scheduled = clock()
+        try:
+            constrained = [r for r, seq in enumerate(rows.seqs) if seq.matcher is not None and plan.sample[r]]
+            masks, early = None, None
+            if constrained and executor.caps.blocking_forward:
+                early = self._mask_thread().submit(self._fill_masks, constrained, rows)
+            step = executor.forward(plan)
+            forwarded = clock()
+            if constrained:
+                masks = early.result() if early is not None else self._fill_masks(constrained, rows)
+            masked = clock()
+            executor.sample(step, masks)
+            result = executor.collect(step)
+        except Exception as error:
+            if early is not None:
+                wait([early])  # it reads matchers, which are about to be used again
+            self._failed(error, plan, rows)
+            return
+        collected = clock()
+        drafted, accepted = self._commit(result, plan, rows)
+        self._interrupted = False
+        if self._suspects:
+            self._suspects.pop()
+        if self.drafter is not None:
+            self._draft(rows)
+        if self.observers:
+            seconds = {
+                "schedule": scheduled - started,
+                "forward": forwarded - scheduled,
+                "mask": masked - forwarded,
+                "sample": collected - masked,
+                "update": clock() - collected,
+            }
+            self._observe(plan, seconds, drafted, accepted)
+
+    def _ready(self, seq: Sequence) -> bool:
+        """May this waiting sequence start? Not before its grammar is compiled, nor, as one of n samples, before the
+        first of them has the prompt's KV to share."""
+        if seq.status == "compiling":
+            if not seq.compiled.done():
+                return False
+            error = seq.compiled.exception()
+            if error is not None:
+                if not isinstance(error, HeadraceError):
+                    error = RequestError("HR-CONSTRAINT-02", f"the constraint engine failed: {error!r}")
+                self._doomed(seq, error)
+                return False
+            try:
+                seq.matcher = seq.compiled.result().start()
+            except Exception as failure:
+                self._doomed(seq, _plugin_failure("constraint engine", failure))
+                return False
+            seq.status = "waiting"
+        leader = seq.leader
+        return leader is None or leader.finish_reason is not None or len(leader.tokens) > leader.n_prompt
+
+    def _doomed(self, seq: Sequence, error: Exception) -> None:
+        """End a sequence from inside scheduling: at the start of the next step, when nobody iterates over it."""
+        for sample in self._by_id[seq.request.id]:
+            sample.error = error
+        self._cancelled.add(seq.request.id)
+
+    def _admitted(self, seq: Sequence) -> None:
+        set_row(self.table, seq.index, seq.params, seq.sample_index)
+        if seq.times[1] == 0.0:
+            seq.times[1] = self.clock()
+            seq.cached = seq.computed
+
+    def _add_rare_columns(self, plan: StepPlan, rows: Rows) -> None:
+        """Columns that most steps don't have: sparse sampling rows and prompt-logprob targets."""
+        self.table.bias = self.table.banned = self.table.counts = None
+        if any(seq.extras is not None or seq.counts is not None for seq in rows.seqs):
+            self.table.bias, self.table.banned, self.table.counts = sparse_columns(rows.seqs)
+        if any(seq.wants & WANT_PROMPT_LOGPROBS for seq in rows.seqs):
+            plan.targets = next_targets(plan, rows.seqs)
+
+    def _mask_thread(self) -> ThreadPoolExecutor:
+        if self._masker is None:
+            self._masker = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
+        return self._masker
+
+    def _fill_masks(self, constrained: list[int], rows: Rows) -> MaskBatch:
+        """Mask rows for every sampled position of constrained rows. A matcher that raises ends its own request."""
+        need = sum(rows.drafts[r] + 1 for r in constrained)
+        if len(self._mask_bits) < need:
+            self._mask_bits = np.zeros((2 * need, self._mask_bits.shape[1]), np.int32)
+        bits = self._mask_bits
+        starts = np.zeros(len(rows.seqs) + 1, np.int32)
+        used = 0
+        for r in constrained:
+            seq = rows.seqs[r]
+            assert seq.matcher is not None
+            try:
+                n = seq.matcher.fill_path(seq.draft[: rows.drafts[r]], bits[used:])
+            except Exception as error:
+                # the row is sampled without a mask and thrown away: _commit ends the request first
+                seq.error = _plugin_failure("constraint engine", error)
+                bits[used] = -1
+                n = 1
+            starts[r + 1] = n
+            used += n
+        return MaskBatch(starts=np.cumsum(starts, dtype=np.int32), bits=bits[:used])
+
+    # --- commit ----------------------------------------------------------------------------------------------------
+
+    def _commit(self, result: StepResult, plan: StepPlan, rows: Rows) -> tuple[int, int]:
+        """Append what was sampled, move `computed`, end what is complete. Returns drafts (verified, accepted)."""
+        if result.logprobs is not None:
+            _spread(result.logprobs, rows.seqs, lambda seq: seq.logprobs)
+        if result.prompt_logprobs is not None:
+            self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs)
+        tokens, starts = result.tokens.tolist(), result.starts.tolist()
+        lengths, drafts = rows.lengths, rows.drafts
+        failures = self._failures(result, rows)
+        commit, ops, touched = self.kv.commit, self._ops, self._touched
+        drafted = accepted = 0
+        for r, seq in enumerate(rows.seqs):
+            if failures and r in failures:
+                self._finish(seq, "error", error=failures[r], reuse=False)
+                continue
+            base = seq.computed
+            a, b = starts[r], starts[r + 1]
+            if a == b:  # a prefill chunk, or the end of a prompt that only wanted to be read
+                seq.computed = base + lengths[r]
+                commit(seq, seq.computed, ops)
+                if seq.computed >= seq.limit:
+                    self._finish(seq, "length")
+                continue
+            seq.draft = []
+            if drafts[r]:
+                drafted += drafts[r]
+                accepted += b - a - 1
+                self._observe_draft(seq, drafts[r], b - a - 1)
+            if base < seq.n_prompt and seq.times[2] == 0.0:
+                seq.times[2] = self.clock()
+            touched.append(seq)
+            reason = self._append(seq, tokens[a:b]) if b - a > 1 else self._append_one(seq, tokens[a])
+            seq.computed = keep = min(base + lengths[r] - drafts[r] + (b - a - 1), len(seq.tokens))
+            commit(seq, keep, ops)
+            if reason is not None:
+                self._finish(seq, reason)
+        self.n_drafted += drafted
+        self.n_accepted += accepted
+        return drafted, accepted
+
+    def _failures(self, result: StepResult, rows: Rows) -> dict[int, Exception]:
+        """Rows that end with an error: what the executor reports of them, or their matcher's exception."""
+        failures: dict[int, Exception] = {}
+        for r, why in result.status.items():
+            text = f"request {rows.seqs[r].request.id!r} failed: {why}"
+            failures[r] = RequestError("HR-STEP-02", text, _STATUS_HELP)
+        for r, seq in enumerate(rows.seqs) if self.constraints is not None else ():
+            if seq.error is not None:
+                failures[r] = seq.error
+        return failures
+
+    def _append(self, seq: Sequence, tokens: list[int]) -> FinishReason | None:
+        for token in tokens:
+            reason = self._append_one(seq, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _append_one(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Take one sampled token; why the sequence ends with it, or None."""
+        seq.tokens.append(token)
+        if token in seq.stop_ids:
+            seq.stop_reason = token
+            return "stop"
+        if seq.counts is not None:
+            seq.counts[token] = seq.counts.get(token, 0) + 1
+        if seq.stream is not None and seq.stream.push(token):
+            seq.stop_reason = seq.stream.stopped
+            return "stop"
+        if seq.matcher is not None:
+            try:
+                if not seq.matcher.accept(token):
+                    raise ValueError(f"token {token} is outside its own mask")
+                if seq.matcher.done():
+                    return "stop"
+            except Exception as error:
+                seq.error = _plugin_failure("constraint engine", error)
+                return "error"
+        return "length" if len(seq.tokens) >= seq.limit else None
+
+    def _take_prompt_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> None:
+        """Entries come once per position; those that a replay brings again are dropped."""
+        for row, position, ids, values in zip(
+            found.row.tolist(), found.position.tolist(), found.ids, found.values, strict=True
+        ):
+            have = seqs[row].prompt_logprobs
+            if have is not None and position == len(have):
+                have.append((ids, values))
+                if len(have) == seqs[row].n_prompt:
+                    seqs[row].wants &= ~WANT_PROMPT_LOGPROBS
+
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, *, error: Exception | None = None, reuse: bool = True
+    ) -> None:
+        """End a sequence: give everything back and tell whoever waits for it."""
+        self.scheduler.finish(seq, self._ops, reuse)
+        seq.finish_reason = reason
+        seq.error = error or seq.error
+        seq.matcher = None
+        seq.times[3] = self.clock()
+        if seq.stream is not None:
+            seq.stream.finish()
+        if seq.logprobs is not None:
+            del seq.logprobs[seq.n_generated :]
+        self._timed.discard(seq)
+        if not self._touched or self._touched[-1] is not seq:
+            self._touched.append(seq)
+        seqs = self._by_id[seq.request.id]
+        if all(other.finish_reason is not None for other in seqs):
+            del self._by_id[seq.request.id]
+            self._cancelled.discard(seq.request.id)
+        if self.observers:
+            stats = RequestStats(
+                request_id=seq.request.id, finish_reason=reason, usage=usage_of([seq]), timings=timings_of([seq])
+            )
+            self._tell(lambda observer: observer.on_finish(stats))
+
+    def _end_cancelled(self) -> None:
+        for request_id in list(self._cancelled):
+            for seq in self._by_id.get(request_id, ()):
+                if seq.finish_reason is None:
+                    self._finish(seq, "error" if seq.error is not None else "abort")
+        self._cancelled.clear()
+        if self._timed:
+            now = self.clock()
+            for seq in [seq for seq in self._timed if now >= seq.deadline]:
+                self._finish(seq, "deadline")
+
+    def _idle(self) -> None:
+        """Nothing could be scheduled though requests wait: a grammar compiles, or (a bug) nothing can ever run."""
+        pending = [seq.compiled for seq in self.scheduler.waiting if seq.status == "compiling"]
+        if pending:
+            wait(pending, timeout=COMPILE_WAIT_S, return_when="FIRST_COMPLETED")
+        elif not self.scheduler.running and not self._cancelled:
+            head = self.scheduler.waiting[0]
+            error = RequestError("HR-STEP-04", f"request {head.request.id!r} can't be scheduled: no room in the KV")
+            self._finish(head, "error", error=error)
+
+    # --- drafts ----------------------------------------------------------------------------------------------------
+
+    def _draft(self, rows: Rows) -> None:
+        """Ask the host drafter for every row that is at its end."""
+        assert self.drafter is not None
+        most = self.drafter.max_draft
+        seqs: list[Sequence] = []
+        views: list[DraftView] = []
+        for seq in rows.seqs:
+            if seq.status != "running" or len(seq.tokens) - seq.computed != 1:
+                continue
+            room = min(most, seq.limit - len(seq.tokens) - 1)
+            if room > 0 and not (seq.extras is not None and seq.extras.depends_on_position(seq)):
+                seqs.append(seq)
+                views.append(DraftView(seq.index, seq.tokens, room))
+        if not views:
+            return
+
+        def ask(drafter: Drafter) -> None:
+            for seq, view, proposal in zip(seqs, views, drafter.propose(views), strict=True):
+                seq.draft = self._valid(proposal.tokens[: view.max_draft])
+
+        self._tell_drafter(ask)
+
+    def _valid(self, tokens: Iterable[int]) -> list[int]:
+        valid: list[int] = []
+        for token in tokens:
+            if not 0 <= token < self.executor.model.vocab_size:
+                break
+            valid.append(int(token))
+        return valid
+
+    def _observe_draft(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self._tell_drafter(lambda drafter: drafter.observe(seq.index, drafted, accepted))
+
+    def _forget_draft(self, index: int) -> None:
+        self._tell_drafter(lambda drafter: drafter.forget(index))
+
+    def _tell_drafter(self, call: Callable[[Drafter], object]) -> None:
+        """A drafter that raises is switched off. Acceptable: drafts change speed, never output."""
+        if self.drafter is None:
+            return
+        try:
+            call(self.drafter)
+        except Exception:
+            log.warning("the drafter failed and is switched off for this engine", exc_info=True)
+            self.drafter = None
+
+    # --- failure ---------------------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception, plan: StepPlan, rows: Rows) -> None:
+        """A step raised. Bring every slot back to its base, then end only who is to blame.
+
+        Rows that the executor names end at once. Otherwise the step's rows are suspects: they run again by halves
+        until the failing row is alone. An interrupt blames nobody.
+        """
+        if isinstance(error, Fatal):
+            self._lost(error)
+            return
+        # the failed plan's operations may or may not have been applied; they are repeatable, so they go first again
+        self._ops = list(plan.kv_ops) + self._ops
+        for seq in rows.seqs:
+            seq.draft = []
+            self.kv.rollback(seq, self._ops)
+        interrupted, self._interrupted = self._interrupted, False
+        if interrupted and isinstance(error, StepFailed):
+            return
+        if self._suspects:
+            self._suspects.pop()
+        named = [rows.seqs[r] for r in error.rows] if isinstance(error, StepFailed) else []
+        suspects = [seq for seq in rows.seqs if seq not in named]
+        if not named and len(rows.seqs) == 1:
+            named, suspects = rows.seqs, []
+        elif not named:
+            log.warning("a step of %d rows failed, looking for the row: %s", len(rows.seqs), error)
+        for seq in named:
+            text = f"request {seq.request.id!r} failed in the executor: {error}"
+            reason = RequestError("HR-STEP-01", text, _STEP_HELP)
+            reason.__cause__ = error
+            self._finish(seq, "error", error=reason, reuse=False)
+        if not named:
+            middle = len(suspects) // 2
+            self._suspects += [suspects[middle:], suspects[:middle]]
+
+    def _lost(self, error: Fatal) -> None:
+        """The device is gone: what runs ends with an error, the executor is reopened for what waits."""
+        log.error("the executor failed, reopening it: %s", error)
+        self._suspects.clear()
+        failure = DeviceError("HR-DEVICE-01", f"the device failed: {error}", "see the log; waiting requests go on")
+        for seq in list(self.scheduler.running):
+            self._finish(seq, "error", error=failure, reuse=False)
+        self._ops.clear()
+        self.kv.reset()
+        try:
+            self.executor.close()
+            self.executor.open()
+        except Exception as reopening:
+            self._dead = DeviceError(
+                "HR-DEVICE-02", f"the executor could not be reopened: {reopening}", "restart the process"
+            )
+            for seq in list(self.scheduler.waiting):
+                self._finish(seq, "error", error=self._dead)
+
+    # --- observers -------------------------------------------------------------------------------------------------
+
+    def _observe(self, plan: StepPlan, seconds: dict[str, float], drafted: int, accepted: int) -> None:
+        stats = StepStats(
+            step=plan.step,
+            n_rows=len(plan.seq),
+            n_tokens=len(plan.tokens),
+            n_running=len(self.scheduler.running),
+            n_waiting=len(self.scheduler.waiting),
+            kv_used_ratio=self.kv.used_ratio(),
+            preemptions=self.scheduler.n_preemptions,
+            drafted=drafted,
+            accepted=accepted,
+            seconds=seconds,
+        )
+        self._tell(lambda observer: observer.on_step(stats))
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in list(self.observers):
+            try:
+                call(observer)
+            except Exception:
+                # acceptable: an observer's loss touches no request
+                log.warning("observer %s failed and was removed", type(observer).__name__, exc_info=True)
+                self.observers.remove(observer)
+
+
+_STATUS_HELP = "the other requests are not affected; a NaN means damaged weights or an unstable KV type"
+_STEP_HELP = "the other requests are not affected; see the log for the executor's own message"
+
+
+def usage_of(seqs: list[Sequence]) -> Usage:
+    """Tokens of the n samples of one request."""
+    first = seqs[0]
+    return Usage(first.n_prompt, sum(seq.n_generated for seq in seqs), first.cached)
+
+
+def timings_of(seqs: list[Sequence]) -> Timings:
+    """From the engine clock; rates are 0 where nothing was measured."""
+    submitted, scheduled, first, _ = seqs[0].times
+    ended = max(seq.times[3] for seq in seqs)
+    n_computed = seqs[0].n_prompt - seqs[0].cached
+    n_decoded = sum(max(0, seq.n_generated - 1) for seq in seqs)
+    return Timings(
+        queue_s=max(0.0, scheduled - submitted) if scheduled else 0.0,
+        first_token_s=first - submitted if first else 0.0,
+        total_s=ended - submitted,
+        prefill_tokens_per_s=n_computed / (first - scheduled) if first > scheduled else 0.0,
+        decode_tokens_per_s=n_decoded / (ended - first) if first and ended > first else 0.0,
+    )
+
+
+def _plugin_failure(what: str, error: Exception) -> HeadraceError:
+    failure = RequestError("HR-STEP-03", f"the {what} failed: {error!r}", "report it to the plugin's author")
+    failure.__cause__ = error
+    return failure
+
+
+def _spread(found: LogprobRows, seqs: list[Sequence], of: Callable[[Sequence], list[Any] | None]) -> None:
+    for row, ids, values in zip(found.row.tolist(), found.ids, found.values, strict=True):
+        into = of(seqs[row])
+        if into is not None:
+            into.append((ids, values))

@@ -1,0 +1,355 @@
+"""Who holds which KV: `PagedSpace` for executors with block tables, `SlotSpace` for those with one run per slot.
+
+Pure bookkeeping on the host. A hash is only a hint here: a prefix is shared after its tokens, salt, adapter and media
+were compared one by one, so neither a collision nor a crafted prompt can reach another tenant's cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.contracts import KVSpace
+from headrace.types import Fork, Free, KVLayout, KVOp, Request, Sequence, Trim
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Root = tuple[object, ...]
+
+
+def root_of(request: Request) -> Root:
+    """What must be equal, besides tokens, for two sequences to share KV."""
+    return (request.cache_salt, request.adapter, request.media, request.extra_keys)
+
+
+class PagedSpace(KVSpace):
+    """Ref-counted blocks with a chained prefix index.
+
+    Life of a block:  free -> held (ref >= 1) -> cached (ref 0, still indexed, LRU) -> held again, or evicted to free.
+    Only full blocks whose KV is committed are indexed, so a shared block is never written. A block's key is
+    sha256(parent key + tokens): the same tokens after another prefix have another key.
+    """
+
+    def __init__(self, layout: KVLayout, max_sequences: int, *, prefix_cache: bool = True) -> None:
+        self.block_tokens = layout.block_tokens
+        self.n_blocks = layout.n_blocks
+        self.prefix_cache = prefix_cache
+        self.max_sequences = max_sequences
+        self.reset()
+
+    def reset(self) -> None:
+        n = self.n_blocks
+        self._free = list(range(n - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._ref = [0] * n
+        self._key: list[bytes | None] = [None] * n
+        self._proof: list[tuple[bytes, list[int], Root] | None] = [None] * n
+        """What the key stands for: (parent key, tokens, root), compared on every hit."""
+        self._index: dict[bytes, int] = {}
+        self._rows = list(range(self.max_sequences - 1, -1, -1))
+        self._blocks: list[list[int]] = [[] for _ in range(self.max_sequences)]
+        self._chain: list[list[bytes]] = [[] for _ in range(self.max_sequences)]
+        """Keys of the row's committed full blocks; entry 0 is the root key."""
+        self._roots: list[Root] = [()] * self.max_sequences
+        self._table = np.full((self.max_sequences, max(1, n)), -1, np.int32)
+
+    # --- admission -------------------------------------------------------------------------------------------------
+
+    def fits(self, n_tokens: int) -> bool:
+        return -(-n_tokens // self.block_tokens) <= self.n_blocks
+
+    def capacity_tokens(self) -> int:
+        return self.n_blocks * self.block_tokens
+
+    def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
+        if not self._rows:
+            return False
+        tokens = seq.tokens
+        root = root_of(seq.request)
+        chain = [sha256(repr(root).encode("utf-8", "surrogatepass")).digest()]
+        hits = self._match(tokens, root, chain) if use_prefix and self.prefix_cache else []
+        need = -(-len(tokens) // self.block_tokens) - len(hits)
+        idle_hits = sum(1 for block in hits if self._ref[block] == 0)
+        n_held = self.max_sequences - len(self._rows)
+        # one block of headroom per sequence that already runs, or admission would cause the next preemption
+        if len(self._free) + len(self._cached) - idle_hits < need + n_held:
+            return False
+        for block in hits:
+            if self._ref[block] == 0:
+                del self._cached[block]
+            self._ref[block] += 1
+        row = self._rows.pop()
+        seq.slot = row
+        seq.computed = len(hits) * self.block_tokens
+        self._blocks[row] = hits
+        self._chain[row] = chain[: len(hits) + 1]
+        self._roots[row] = root
+        self._table[row, : len(hits)] = hits
+        self._grow(row, need)
+        return True
+
+    def _match(self, tokens: list[int], root: Root, chain: list[bytes]) -> list[int]:
+        """Blocks that already hold a prefix of tokens; appends their keys to chain. At least one token stays out,
+        since its logits are needed."""
+        size, hits = self.block_tokens, []
+        for i in range((len(tokens) - 1) // size):
+            part = tokens[i * size : (i + 1) * size]
+            key = _chained(chain[-1], part)
+            block = self._index.get(key)
+            if block is None or self._proof[block] != (chain[-1], part, root):
+                break
+            chain.append(key)
+            hits.append(block)
+        return hits
+
+    def reserve(self, seq: Sequence, upto: int, ops: list[KVOp]) -> bool:
+        blocks = self._blocks[seq.slot]
+        if upto <= len(blocks) * self.block_tokens:
+            return True
+        need = -(-upto // self.block_tokens) - len(blocks)
+        if len(self._free) + len(self._cached) < need:
+            return False
+        self._grow(seq.slot, need)
+        return True
+
+    def _grow(self, row: int, n: int) -> None:
+        blocks = self._blocks[row]
+        for _ in range(n):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._ref[block] = 1
+            self._table[row, len(blocks)] = block
+            blocks.append(block)
+
+    def _forget(self, block: int) -> None:
+        key = self._key[block]
+        if key is not None and self._index.get(key) == block:
+            del self._index[key]
+        self._key[block] = None
+        self._proof[block] = None
+
+    # --- progress --------------------------------------------------------------------------------------------------
+
+    def commit(self, seq: Sequence, keep: int, ops: list[KVOp]) -> None:
+        chain = self._chain[seq.slot]
+        size = self.block_tokens
+        while len(chain) * size <= keep and self.prefix_cache:
+            i = len(chain) - 1
+            part = seq.tokens[i * size : (i + 1) * size]
+            key = _chained(chain[i], part)
+            block = self._blocks[seq.slot][i]
+            if key not in self._index:
+                self._index[key] = block
+                self._key[block] = key
+                self._proof[block] = (chain[i], part, self._roots[seq.slot])
+            chain.append(key)
+
+    def rollback(self, seq: Sequence, ops: list[KVOp]) -> None:
+        """Positions from `computed` on are written again before anybody reads them: nothing to do."""
+
+    def release(self, seq: Sequence, ops: list[KVOp], reuse: bool = True) -> None:
+        row = seq.slot
+        blocks = self._blocks[row]
+        for block in reversed(blocks):  # tails go to the LRU first, so a chain is evicted from its end
+            self._ref[block] -= 1
+            if self._ref[block]:
+                continue
+            if not reuse:
+                self._forget(block)
+            if self._key[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+        self._table[row, : len(blocks)] = -1
+        self._blocks[row] = []
+        self._chain[row] = []
+        self._rows.append(row)
+        seq.slot = -1
+
+    # --- views -----------------------------------------------------------------------------------------------------
+
+    def table(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        width = max((len(self._blocks[slot]) for slot in slots.tolist()), default=0)
+        return self._table[slots, :width]
+
+    def used_ratio(self) -> float:
+        return 1.0 - (len(self._free) + len(self._cached)) / max(1, self.n_blocks)
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        counts = [0] * self.n_blocks
+        rows = set()
+        for seq in running:
+            assert seq.slot >= 0, "a running sequence has no row"
+            assert seq.slot not in rows, "two sequences share a row"
+            rows.add(seq.slot)
+            blocks = self._blocks[seq.slot]
+            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
+            assert seq.computed <= len(blocks) * self.block_tokens, "computed beyond the reserved blocks"
+            assert self._table[seq.slot, : len(blocks)].tolist() == blocks, "table differs from the block list"
+            n_committed = seq.computed // self.block_tokens
+            for i, block in enumerate(blocks):
+                counts[block] += 1
+                assert self._ref[block] == 1 or i < n_committed, "a block that may be written is shared"
+        assert len(rows) + len(self._rows) == self.max_sequences, "rows leak"
+        assert counts == self._ref, "reference counts differ from what sequences hold"
+        idle = [block for block, ref in enumerate(self._ref) if ref == 0]
+        assert sorted(self._free + list(self._cached)) == idle, "free + cached + held != all blocks"
+        for key, block in self._index.items():
+            assert self._key[block] == key, "the index points to a forgotten block"
+            assert self._proof[block] is not None, "an indexed block has no proof"
+        assert all(self._key[block] is not None for block in self._cached), "a cached block is not indexed"
+        assert all(self._key[block] is None for block in self._free), "a free block is indexed"
+
+
+def _chained(parent: bytes, tokens: list[int]) -> bytes:
+    return sha256(parent + array("i", tokens).tobytes()).digest()
+
+
+class SlotSpace(KVSpace):
+    """One run of positions per slot; the longest common prefix of what a slot already holds is kept.
+
+    A released slot keeps its content until another sequence takes it, so a chat's next turn or a preempted sequence
+    finds its own KV again. Where the executor refuses partial trims, only a slot whose whole content is a prefix of
+    the new tokens is reused.
+    """
+
+    def __init__(
+        self, layout: KVLayout, *, partial_trim: bool = True, fork: bool = False, prefix_cache: bool = True
+    ) -> None:
+        self.n_slots = layout.n_slots
+        self.slot_tokens = layout.slot_tokens
+        self.partial_trim = partial_trim
+        self.fork = fork
+        self.prefix_cache = prefix_cache
+        self.reset()
+
+    def reset(self) -> None:
+        n = self.n_slots
+        self._holder: list[Sequence | None] = [None] * n
+        self._content: list[list[int]] = [[] for _ in range(n)]
+        """Tokens of idle slots; a held slot's content is its holder's tokens[:computed]."""
+        self._root: list[Root] = [()] * n
+        self._length = [0] * n
+        """Positions physically in the slot, rejected drafts included."""
+        self._stamp = [0] * n
+        self._clock = 0
+
+    def fits(self, n_tokens: int) -> bool:
+        return n_tokens <= self.slot_tokens and self.n_slots > 0
+
+    def capacity_tokens(self) -> int:
+        return self.slot_tokens if self.n_slots else 0
+
+    def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
+        idle = [slot for slot in range(self.n_slots) if self._holder[slot] is None]
+        if not idle or len(seq.tokens) > self.slot_tokens:
+            return False
+        root = root_of(seq.request)
+        limit = len(seq.tokens) - 1
+        best, slot = 0, -1
+        if use_prefix and self.prefix_cache:
+            for candidate in idle:
+                common = self._usable(candidate, self._content[candidate], seq.tokens, root, limit)
+                if common > best:
+                    best, slot = common, candidate
+        if slot < 0:  # an empty slot first, then the one that was idle for longest
+            slot = min(idle, key=lambda i: (self._length[i] > 0, self._stamp[i]))
+        source = -1
+        if use_prefix and self.prefix_cache and self.fork:
+            for other, holder in enumerate(self._holder):
+                if holder is not None and self._root[other] == root:
+                    common = min(_common_prefix(holder.tokens, seq.tokens, holder.computed), limit)
+                    if common > best:
+                        best, source = common, other
+        if source >= 0:
+            slot = min(idle, key=lambda i: (self._length[i] > 0, self._stamp[i]))
+            ops.append(Fork(source, slot, best))
+        elif best == 0 and self._length[slot]:
+            ops.append(Free(slot))
+        elif best < self._length[slot]:
+            ops.append(Trim(slot, best))
+        self._length[slot] = best
+        self._content[slot] = []
+        self._holder[slot] = seq
+        self._root[slot] = root
+        seq.slot = slot
+        seq.computed = best
+        return True
+
+    def _usable(self, slot: int, content: list[int], tokens: list[int], root: Root, limit: int) -> int:
+        if not content or self._root[slot] != root:
+            return 0
+        common = min(_common_prefix(content, tokens, len(content)), limit)
+        return common if self.partial_trim or common == self._length[slot] else 0
+
+    def reserve(self, seq: Sequence, upto: int, ops: list[KVOp]) -> bool:
+        if upto > self.slot_tokens:
+            return False
+        self._length[seq.slot] = upto
+        return True
+
+    def commit(self, seq: Sequence, keep: int, ops: list[KVOp]) -> None:
+        if self._length[seq.slot] > keep:
+            ops.append(Trim(seq.slot, keep))
+            self._length[seq.slot] = keep
+
+    def rollback(self, seq: Sequence, ops: list[KVOp]) -> None:
+        if not self.partial_trim or seq.computed == 0:
+            seq.computed = 0
+            ops.append(Free(seq.slot))
+        else:
+            ops.append(Trim(seq.slot, seq.computed))
+        self._length[seq.slot] = seq.computed
+
+    def release(self, seq: Sequence, ops: list[KVOp], reuse: bool = True) -> None:
+        slot = seq.slot
+        self._clock += 1
+        self._stamp[slot] = self._clock
+        self._holder[slot] = None
+        self._content[slot] = seq.tokens[: seq.computed] if reuse else []
+        if not reuse and self._length[slot]:
+            ops.append(Free(slot))
+            self._length[slot] = 0
+        seq.slot = -1
+
+    def table(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        return None
+
+    def used_ratio(self) -> float:
+        held = sum(holder.computed for holder in self._holder if holder is not None)
+        return held / max(1, self.n_slots * self.slot_tokens)
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        held = {slot: holder for slot, holder in enumerate(self._holder) if holder is not None}
+        running = list(running)
+        assert {seq.slot for seq in running} == set(held), "slots held by nobody, or by a sequence that does not run"
+        for seq in running:
+            assert held[seq.slot] is seq, "a slot has another holder"
+            assert seq.computed <= len(seq.tokens), "computed beyond the tokens"
+            assert seq.computed <= self._length[seq.slot] <= self.slot_tokens, "slot length out of range"
+        for slot in range(self.n_slots):
+            if slot not in held:
+                assert len(self._content[slot]) <= self._length[slot], "content beyond what is in the slot"
+
+
+def _common_prefix(a: list[int], b: list[int], upto: int) -> int:
+    """Length of the common prefix of a[:upto] and b. Bisects on slice equality, which compares at C speed."""
+    low, high = 0, min(upto, len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
