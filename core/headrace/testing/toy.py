@@ -354,12 +354,10 @@ class ToySlots(_ToyExecutor):
         match op:
             case Trim(slot, keep):
                 cells, length = self._slot(slot), self._length[slot]
-                if not 0 <= keep <= length:
-                    raise KVCorrupt(f"{op}, but the slot holds {length} positions")
                 if 0 < keep < length and not self.caps.partial_trim:
                     raise KVCorrupt(f"{op} of {length} positions, but caps.partial_trim is False")
                 cells[keep:] = EMPTY
-                self._length[slot] = keep
+                self._length[slot] = min(keep, length)  # trims may be repeated, so they may find less than they keep
             case Fork(src, dst, upto):
                 length = self._length[src]
                 if not self.caps.fork or src == dst or not 0 <= upto <= length:
