@@ -50,7 +50,8 @@ PORTABLE_FLAGS = {
 OTHER_FLAGS = "-DGGML_NATIVE=OFF"
 
 HEARTBEAT_S = 10.0
-LOG_TAIL_LINES = 30
+LOG_ERROR_LINES = 10
+LOG_TAIL_LINES = 20
 
 
 class SetupError(Exception):
@@ -179,7 +180,7 @@ def check_compiler(environ: Mapping[str, str]) -> None:
     missing += [] if shutil.which("cmake", path=path) else ["cmake"]
     if missing:
         raise SetupError(
-            f"llama-cpp-python has to be built once, and {' and '.join(missing)} was not found",
+            f"llama-cpp-python has to be built once on this machine; not found: {', '.join(missing)}",
             "install them, on Debian and Ubuntu with: apt install g++ cmake",
         )
 
@@ -246,9 +247,15 @@ def run_logged(
             process.wait()
             raise
     if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        print("\n".join(lines[-LOG_TAIL_LINES:]), file=sys.stderr)
-        raise SetupError(f"{what} failed (status {code})", f"its last lines are above, all of them in {log}")
+        print("\n".join(telling_lines(log)), file=sys.stderr)
+        raise SetupError(f"{what} failed (status {code})", f"what went wrong is above or in {log}")
+
+
+def telling_lines(log: Path) -> list[str]:
+    """The lines of a failed command's log to show: its first errors, which compilers bury, and its end."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    first_errors = [line for line in lines[:-LOG_TAIL_LINES] if "error:" in line.lower()][:LOG_ERROR_LINES]
+    return [*first_errors, *(["..."] if first_errors else []), *lines[-LOG_TAIL_LINES:]]
 
 
 def progress(log: Path) -> str | None:
@@ -340,6 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--wheel-folder", action="store_true", help="only print where the llama-cpp-python wheel is kept"
     )
     options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as on ^C: a build must not live on without us
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         home = cache_home(os.environ)
         if options.wheel_folder:
