@@ -1,0 +1,290 @@
+"""Runs steps on llama.cpp: one `llama_decode` for all rows of a plan, logits sampled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from headrace.contracts import Executor
+from headrace.errors import ModelError, StepFailed
+from headrace.types import (
+    WANT_PROMPT_LOGPROBS,
+    Capabilities,
+    Fork,
+    Free,
+    KVLayout,
+    KVOp,
+    ModelSpec,
+    StepPlan,
+    StepResult,
+    Trim,
+)
+
+from headrace_gguf import native
+from headrace_gguf.facts import GGUFFacts
+from headrace_gguf.llama import FLASH_ATTENTION, KV_TYPES, Context, ContextParams, Model
+from headrace_gguf.memory import Shape
+from headrace_gguf.tokenizer import GGUFTokenizer
+
+if TYPE_CHECKING:
+    from headrace.types import BuildContext, LogprobRows, MaskBatch, ModelSource
+    from numpy.typing import NDArray
+
+    from headrace_gguf.options import GGUFOptions
+
+_CODES = {1: "no KV slot for the batch", 2: "interrupted", -1: "invalid batch"}
+
+
+class _Step:
+    """One step between forward and collect."""
+
+    __slots__ = ("all_rows", "plan", "result", "rows")
+
+    def __init__(self, plan: StepPlan, all_rows: list[NDArray[np.float32]], rows: list[NDArray[np.float32]]) -> None:
+        self.plan = plan
+        self.all_rows = all_rows
+        """[vocab] logits of every marked token, in batch order."""
+        self.rows = rows
+        """Those of the sampled positions."""
+        self.result: StepResult | None = None
+
+
+class GGUFExecutor(Executor):
+    """A GGUF model in this process. `forward` blocks and releases the interpreter lock."""
+
+    tokenizer: GGUFTokenizer
+
+    def __init__(
+        self, source: ModelSource, facts: GGUFFacts, options: GGUFOptions, shape: Shape, context: BuildContext
+    ) -> None:
+        self._uri = source.uri
+        self._facts = facts
+        self._options = options
+        self._shape = shape
+        self._build = context
+        self._native_options = native.merged(options.native_sampler.model_dump(), facts.native_defaults)
+        self._library_model: Model | None = None
+        self._context: Context | None = None
+        self._native: native.NativeSampler | None = None
+        core = options.sampler == "core"
+        self.caps = Capabilities(
+            kv="slots",
+            max_rows=shape.slots,
+            max_tokens=shape.batch_tokens,
+            blocking_forward=True,
+            deterministic=True,
+            logprobs=core,
+            masks=True,
+            refuses={} if core else native.REFUSES,
+        )
+
+    # --- open and close ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.close()
+        report = self._build.report
+        try:
+            model = self._library_model = Model(
+                self._facts.path, gpu_layers=self._shape.gpu_layers, mmap=self._options.mmap,
+                mlock=self._options.mlock, report=lambda fraction: report("load weights", fraction),
+            )  # fmt: skip
+            if reason := model.refusal():
+                raise ModelError("HR-GGUF-10", f"{self._facts.path}: {reason}", "use a text-generation model")
+            report("allocate KV", 0.0)
+            self._context = Context(model, self._context_params())
+            self._describe_model(model)
+            self._probe()
+            if self._options.sampler == "native":
+                self._native = native.NativeSampler(self._context, self._native_options, self._shape.slots)
+            report("allocate KV", 1.0)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        native_sampler, self._native = self._native, None
+        context, self._context = self._context, None
+        model, self._library_model = self._library_model, None
+        if native_sampler is not None:
+            native_sampler.close()
+        if context is not None:
+            context.close()
+        if model is not None:
+            model.close()
+
+    def _context_params(self) -> ContextParams:
+        shape, options = self._shape, self._options
+        return ContextParams(
+            n_slots=shape.slots,
+            slot_tokens=-(-shape.context_tokens // 256) * 256,
+            n_batch=shape.batch_tokens,
+            n_ubatch=min(options.ubatch_tokens, shape.batch_tokens),
+            n_threads=shape.threads,
+            n_threads_batch=shape.batch_threads,
+            flash_attention=FLASH_ATTENTION[options.flash_attention],
+            type_k=KV_TYPES[shape.type_k],
+            type_v=KV_TYPES[shape.type_v],
+        )
+
+    def _describe_model(self, model: Model) -> None:
+        facts = self._facts
+        eos_ids = facts.eos_ids
+        if not hasattr(self, "tokenizer"):
+            self.tokenizer = GGUFTokenizer(model, bos_id=facts.bos_id, eos_ids=eos_ids, add_bos=facts.add_bos)
+        else:
+            self.tokenizer._rebind(model)
+        self.tokenizer.eos_ids = eos_ids | model.eog_ids(sorted(self.tokenizer._special))
+        self.model = ModelSpec(
+            uri=self._uri,
+            format="gguf",
+            architecture=facts.architecture,
+            fingerprint=facts.fingerprint,
+            vocab_size=model.n_vocab,
+            context_tokens=self._shape.context_tokens,
+            eos_ids=self.tokenizer.eos_ids,
+            bos_id=facts.bos_id,
+            chat_template=facts.chat_template,
+            sampling_defaults=facts.sampling_defaults,
+            metadata=facts.metadata,
+        )
+        layout = f"{facts.fingerprint}:{self._shape.type_k}:{self._shape.type_v}"
+        self.layout = KVLayout(fingerprint=layout, n_slots=self._shape.slots, slot_tokens=self._shape.context_tokens)
+
+    def _probe(self) -> None:
+        """Learn by trying what the memory allows. Recurrent and hybrid models refuse partial trims."""
+        context = self._open_context()
+        n = 4
+        token = self._facts.bos_id or 0
+        context.token[:n], context.pos[:n], context.slot[:n], context.output[:n] = token, range(n), 0, (0, 0, 0, 1)
+        context.clear_interrupt()
+        code = context.decode(n)
+        if code != 0:
+            raise self._failed(code, ())
+        partial_trim = context.trim(0, 2) and context.n_tokens(0) == 2
+        fork = False
+        if partial_trim and self._shape.slots > 1:
+            context.fork(0, 1)
+            fork = context.n_tokens(1) == 2 and context.trim(1, 1) and context.n_tokens(1) == 1
+        context.clear()
+        core = self._options.sampler == "core"
+        self.caps = replace(self.caps, partial_trim=partial_trim, fork=fork, drafts=partial_trim and core)
+
+    def _open_context(self) -> Context:
+        if self._context is None:
+            raise StepFailed("the executor is closed")
+        return self._context
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> _Step:
+        context = self._open_context()
+        context.clear_interrupt()
+        for op in plan.kv_ops:
+            self._apply(context, op, plan)
+        n_tokens = len(plan.tokens)
+        if n_tokens == 0:
+            return _Step(plan, [], [])
+        sampled = self._fill(context, plan, n_tokens)
+        if self._native is not None:
+            self._native.note(context.slot[:n_tokens], context.pos[:n_tokens], plan.tokens)
+        code = context.decode(n_tokens)
+        if code != 0:
+            raise self._failed(code, self._culprits(plan, n_tokens) if code == -1 else ())
+        n_outputs = int(np.count_nonzero(context.output[:n_tokens]))
+        all_rows = context.logits(n_outputs) if n_outputs else []
+        return _Step(plan, all_rows, all_rows if sampled is None else [all_rows[i] for i in sampled])
+
+    def _apply(self, context: Context, op: KVOp, plan: StepPlan) -> None:
+        if isinstance(op, Trim):
+            done = context.trim(op.slot, op.keep)
+        elif isinstance(op, Free):
+            done = context.trim(op.slot, 0)
+        elif isinstance(op, Fork):
+            context.fork(op.src, op.dst)
+            done = context.trim(op.dst, op.upto)
+            if self._native is not None:
+                self._native.fork(op.src, op.dst)
+        else:
+            raise StepFailed(f"the gguf backend does not know the KV operation {op}")
+        if not done:
+            slot = op.dst if isinstance(op, Fork) else op.slot
+            raise StepFailed(f"llama.cpp refused {op}", np.flatnonzero(plan.slot == slot).tolist())
+
+    def _fill(self, context: Context, plan: StepPlan, n_tokens: int) -> list[int] | None:
+        """Write the plan into the batch. Returns which outputs are sampled ones; None: all of them."""
+        token, pos, slot, output = context.token, context.pos, context.slot, context.output
+        token[:n_tokens] = plan.tokens
+        if n_tokens == len(plan.seq):  # every row is one token: decoding
+            pos[:n_tokens] = plan.start
+            slot[:n_tokens] = plan.slot
+            output[:n_tokens] = plan.sample
+            if plan.targets is None:
+                return None
+        length, ends = plan.length, plan.offset[1:]
+        index = np.arange(n_tokens, dtype=np.int32)
+        pos[:n_tokens] = index + np.repeat(plan.start - plan.offset[:-1], length)
+        slot[:n_tokens] = np.repeat(plan.slot, length)
+        # a sampling row yields the logits of its last 1 + n_draft tokens
+        sampled = index >= np.repeat(np.where(plan.sample, ends - 1 - plan.n_draft, ends), length)
+        output[:n_tokens] = sampled
+        if plan.targets is None:
+            return None
+        output[:n_tokens] |= np.repeat((plan.wants & WANT_PROMPT_LOGPROBS) != 0, length)
+        marked = np.flatnonzero(output[:n_tokens])
+        return np.flatnonzero(sampled[marked]).tolist()
+
+    def _culprits(self, plan: StepPlan, n_tokens: int) -> list[int]:
+        """Rows whose tokens are outside the vocabulary or whose positions don't continue their slot."""
+        context = self._open_context()
+        bad = []
+        for row in range(len(plan.seq)):
+            tokens = plan.tokens[plan.offset[row] : plan.offset[row + 1]]
+            slot, start = int(plan.slot[row]), int(plan.start[row])
+            outside = bool(np.any((tokens < 0) | (tokens >= self.model.vocab_size)))
+            if outside or not 0 <= slot < self._shape.slots or context.n_tokens(slot) != start:
+                bad.append(row)
+        return bad
+
+    def _failed(self, code: int, rows: Any) -> StepFailed:
+        return StepFailed(f"llama_decode: {_CODES.get(code, 'failed')} (code {code})", rows)
+
+    def sample(self, step: _Step, masks: MaskBatch | None) -> None:
+        plan = step.plan
+        # before sampling, which may change the rows in place
+        prompt = self._prompt_logprobs(step) if plan.targets is not None else None
+        if self._native is not None:
+            step.result = self._native.sample(plan, step.rows, masks, prompt)
+            return
+        from headrace.sampling import sample_step
+
+        step.result = sample_step(plan, step.rows, masks)
+        if prompt is not None:
+            step.result.prompt_logprobs = prompt
+
+    def _prompt_logprobs(self, step: _Step) -> LogprobRows | None:
+        from headrace.sampling import prompt_logprobs
+
+        plan, wanted, taken = step.plan, [], 0
+        for row in range(len(plan.seq)):
+            length = int(plan.length[row])
+            if plan.wants[row] & WANT_PROMPT_LOGPROBS:
+                wanted.append((row, np.stack(step.all_rows[taken : taken + length])))
+                taken += length
+            elif plan.sample[row]:
+                taken += 1 + int(plan.n_draft[row])
+        return prompt_logprobs(plan, wanted) if wanted else None
+
+    def collect(self, step: _Step) -> StepResult:
+        if step.result is None:
+            raise StepFailed("collect before sample")
+        return step.result
+
+    def interrupt(self) -> None:
+        context = self._context
+        if context is not None:
+            context.interrupt()
+
+    def describe(self) -> Mapping[str, str]:
+        return self._shape.describe(self._facts, self._options)
