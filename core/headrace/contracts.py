@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
 
 
-class Contract(ABC):
+class Contract(ABC):  # noqa: B024 - its subclasses have the methods
     """Base of all contracts: checks subclasses when they are defined."""
 
     contract: ClassVar[type[Contract] | None] = None
@@ -135,7 +135,9 @@ class Executor(Contract):
     @abstractmethod
     def forward(self, plan: StepPlan) -> Any:
         """Apply plan.kv_ops in order, start the rows, return a step handle. May block (caps.blocking_forward).
-        Raises StepFailed (nothing of the step counts, KV of its slots beyond `start` undefined) or Fatal."""
+
+        Raises StepFailed: kv_ops were applied, but nothing else of the step counts, and the KV of its rows from `start`
+        on is undefined. Raises Fatal when the device is lost, or kv_ops could not be applied."""
 
     @abstractmethod
     def sample(self, step: Any, masks: MaskBatch | None) -> None:

@@ -84,6 +84,7 @@ class Engine:
         self.n_steps = 0
         self.n_drafted = 0
         self.n_accepted = 0
+        self.n_failed_steps = 0
         self._ops: list[KVOp] = []
         self._by_id: dict[str, list[Sequence]] = {}
         self._numbers = count()
@@ -231,7 +232,7 @@ class Engine:
         except Exception as error:
             if early is not None:
                 wait([early])  # it reads matchers, which are about to be used again
-            self._failed(error, plan, rows)
+            self._failed(error, rows)
             return
         collected = clock()
         drafted, accepted = self._commit(result, plan, rows)
@@ -508,7 +509,7 @@ class Engine:
 
     # --- failure ---------------------------------------------------------------------------------------------------
 
-    def _failed(self, error: Exception, plan: StepPlan, rows: Rows) -> None:
+    def _failed(self, error: Exception, rows: Rows) -> None:
         """A step raised. Bring every slot back to its base, then end only who is to blame.
 
         Rows that the executor names end at once. Otherwise the step's rows are suspects: they run again by halves
@@ -517,8 +518,7 @@ class Engine:
         if isinstance(error, Fatal):
             self._lost(error)
             return
-        # the failed plan's operations may or may not have been applied; they are repeatable, so they go first again
-        self._ops = list(plan.kv_ops) + self._ops
+        self.n_failed_steps += 1
         for seq in rows.seqs:
             seq.draft = []
             self.kv.rollback(seq, self._ops)

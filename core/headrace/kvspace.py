@@ -102,11 +102,15 @@ class PagedSpace(KVSpace):
             part = tokens[i * size : (i + 1) * size]
             key = _chained(chain[-1], part)
             block = self._index.get(key)
-            if block is None or self._proof[block] != (chain[-1], part, root):
+            if block is None or not self._proven(block, chain[-1], part, root):
                 break
             chain.append(key)
             hits.append(block)
         return hits
+
+    def _proven(self, block: int, parent: bytes, tokens: list[int], root: Root) -> bool:
+        """A hash brought us here; only equality lets us stay."""
+        return self._proof[block] == (parent, tokens, root)
 
     def reserve(self, seq: Sequence, upto: int, ops: list[KVOp]) -> bool:
         blocks = self._blocks[seq.slot]

@@ -152,7 +152,10 @@ class Scheduler:
         misfits: list[Sequence] = []
         self._pressing = None
         i = 0
+        most_skips = self.options.aging_skips
         while i < len(self.waiting) and budget > 0 and len(self.running) < self.max_running:
+            if len(misfits) > MAX_MISFITS or any(seq.skipped >= most_skips for seq in misfits):
+                break  # it was overtaken often enough: keep the room that becomes free for it
             seq = self.waiting[i]
             i += 1
             if not ready(seq):
@@ -160,8 +163,6 @@ class Scheduler:
             if not self.kv.admit(seq, ops, seq.prompt_logprobs is None):
                 misfits.append(seq)
                 self._pressing = self._pressing or seq
-                if len(misfits) > MAX_MISFITS or seq.skipped >= self.options.aging_skips:
-                    break  # it was overtaken often enough: keep the room that becomes free for it
                 continue
             for overtaken in misfits:
                 overtaken.skipped += 1

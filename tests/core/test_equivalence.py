@@ -1,0 +1,251 @@
+"""The spine: whatever the engine does to be fast, the tokens are those of plain one-by-one decoding.
+
+KV kind x drafter x chunk size x preemption x constraint x temperature x batch mates, and then mutants: small faults put
+into the engine on purpose, each of which the same comparison must catch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+from engine_harness import MODEL, Setup, oracle, output, plain, request, run
+from headrace import kvspace, sampling
+from headrace.contracts import Matcher
+from headrace.types import Grammar, Request, SamplingParams, Sequence
+from headrace_plugins.ngram import NGram, NGramOptions
+
+CHARSET = Grammar("charset", "abcdefg{3,14}")
+LONG_CHOICE = Grammar("choice", '["abcabcabcabcabcabc", "abcabcabcabx", "defdefdef"]')
+
+
+def ngram() -> NGram:
+    return NGram(NGramOptions(max_draft=4), MODEL.spec())
+
+
+@cache
+def requests_for(temperature: float, constrained: bool, mates: int) -> tuple[Request, ...]:
+    """A subject and its batch mates, some with a shared prefix, and two whose prompts hold the same block of tokens
+    after a different first block."""
+    grammar = CHARSET if constrained else None
+    params = SamplingParams(max_tokens=14, temperature=temperature, top_p=0.95, constraint=grammar)
+    subject = request("subject", "once upon a time there was", params)
+    others = [
+        request("same-prefix", "once upon a time there is", params),
+        request("block-1", "AAAAcommon block here", params),
+        request("block-2", "BBBBcommon block here", params),
+        request("short", "x", params),
+        request("seeded", "once upon a time there was", SamplingParams(max_tokens=9, temperature=1.0, seed=7)),
+        request("choice", "pick: ", SamplingParams(max_tokens=30, temperature=temperature, constraint=LONG_CHOICE)),
+        request(
+            "long", "the quick brown fox jumps over the lazy dog " * 3, SamplingParams(max_tokens=6, temperature=0)
+        ),
+    ]
+    return (subject, *others[:mates])
+
+
+@cache
+def reference(temperature: float, constrained: bool, mates: int) -> dict[str, list[int]]:
+    return {req.id: plain(req) for req in requests_for(temperature, constrained, mates)}
+
+
+def mismatches(setup: Setup, temperature: float, constrained: bool, mates: int, preempt: bool, draft: str) -> list[str]:
+    """Ids whose tokens differ from plain decoding."""
+    requests, wanted = requests_for(temperature, constrained, mates), reference(temperature, constrained, mates)
+    setup.drafter = {"none": None, "ngram": ngram(), "oracle": oracle(wanted, requests)}[draft]
+    engine = setup.engine()
+    found = run(engine, requests, preempt_every=5 if preempt else 0)
+    assert not engine.n_failed_steps, "the executor refused a plan, and the engine only healed it"
+    if draft == "oracle" and setup.chunk > 1:
+        assert engine.n_drafted
+    return [id for id, seqs in found.items() if seqs[0].error or output(seqs) != wanted[id]]
+
+
+MATRIX = list(
+    itertools.product(
+        ("paged", "slots"), ("none", "ngram", "oracle"), (1, 5, 64), (False, True), (False, True), (0.0, 0.8), (0, 7)
+    )
+)
+
+
+@pytest.mark.parametrize(("kv", "draft"), list(itertools.product(("paged", "slots"), ("none", "ngram", "oracle"))))
+def test_tokens_are_those_of_plain_decoding(kv: str, draft: str) -> None:
+    cases = [case[2:] for case in MATRIX if case[:2] == (kv, draft)]
+    assert len(cases) == 48
+    for chunk, preempt, constrained, temperature, mates in cases:
+        wrong = mismatches(Setup(kv=kv, chunk=chunk, n_slots=3), temperature, constrained, mates, preempt, draft)
+        assert not wrong, (kv, draft, chunk, preempt, constrained, temperature, mates, wrong)
+
+
+def test_drafts_save_steps() -> None:
+    wanted, requests = reference(0.8, False, 0), requests_for(0.8, False, 0)
+    steps = {}
+    for name, drafter in (("none", None), ("oracle", oracle(wanted, requests, p=0.9))):
+        engine = Setup(drafter=drafter).engine()
+        run(engine, requests)
+        steps[name] = engine.n_steps
+    assert steps["oracle"] < 0.6 * steps["none"]
+
+
+def test_a_tight_pool_preempts_and_changes_nothing() -> None:
+    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    setup = Setup(n_blocks=46, block_tokens=4, prefix_cache=False)
+    engine = setup.engine()
+    found = run(engine, requests)
+    assert engine.scheduler.n_preemptions > 0
+    assert {id: output(seqs) for id, seqs in found.items()} == wanted
+
+
+def test_slots_that_refuse_trims() -> None:
+    """Recurrent memory: no partial trim, so no drafts, and a prefix counts only when it is the slot's whole content."""
+    for preempt in (False, True):
+        setup = Setup(kv="slots", partial_trim=False, n_slots=3)
+        requests, wanted = requests_for(0.8, True, 7), reference(0.8, True, 7)
+        found = run(setup.engine(), requests, preempt_every=4 if preempt else 0)
+        assert {id: output(seqs) for id, seqs in found.items()} == wanted
+
+
+def test_samples_of_one_request_differ_and_repeat() -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=4, ignore_eos=True)
+    req = request("n", "tell me something about the sea", params)
+    wanted = [plain(req, sample_index=i) for i in range(4)]
+    assert len({tuple(tokens) for tokens in wanted}) == 4
+    for kv in ("paged", "slots"):
+        for draft in (None, ngram()):
+            engine = Setup(kv=kv, drafter=draft).engine()
+            seqs = run(engine, [req])["n"]
+            assert [output(seqs, i) for i in range(4)] == wanted
+            assert seqs[1].cached > 0, "later samples share the prompt's KV"
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+class _Tangled(kvspace.PagedSpace):
+    """Trusts a block's tokens without what came before them."""
+
+    def _proven(self, block: int, parent: bytes, tokens: list[int], root: kvspace.Root) -> bool:
+        proof = self._proof[block]
+        return proof is not None and proof[1:] == (tokens, root)
+
+
+def _mutant_no_trim(patch: pytest.MonkeyPatch) -> None:
+    real = kvspace.SlotSpace.commit
+
+    def commit(self: kvspace.SlotSpace, seq: Sequence, keep: int, ops: list) -> None:
+        real(self, seq, keep, [])
+
+    patch.setattr(kvspace.SlotSpace, "commit", commit)
+
+
+def _mutant_no_trim_on_admit(patch: pytest.MonkeyPatch) -> None:
+    real = kvspace.SlotSpace.admit
+
+    def admit(self: kvspace.SlotSpace, seq: Sequence, ops: list, use_prefix: bool = True) -> bool:
+        return real(self, seq, [], use_prefix)
+
+    patch.setattr(kvspace.SlotSpace, "admit", admit)
+
+
+def _mutant_noise_by_row(patch: pytest.MonkeyPatch) -> None:
+    """The noise is keyed by where the row stands in the batch instead of where the token stands in the text."""
+    real = sampling.sample_step
+
+    def sample_step(plan, logits, masks):  # type: ignore[no-untyped-def]
+        kept = plan.start
+        plan.start = (np.arange(len(plan.start)) - plan.length).astype(np.int32)
+        try:
+            return real(plan, logits, masks)
+        finally:
+            plan.start = kept
+
+    patch.setattr(sampling, "sample_step", sample_step)
+
+
+def _mutant_matcher_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    def fill_path(self: Matcher, drafts: list[int], bits: np.ndarray) -> int:
+        n = 0
+        for j in range(len(drafts) + 1):
+            if self.done():
+                break
+            self.fill(bits[j])
+            n += 1
+            if j == len(drafts) or not self.accept(drafts[j]):
+                break
+        return n
+
+    patch.setattr(Matcher, "fill_path", fill_path)
+
+
+def _mutant_keeps_rejected_kv(patch: pytest.MonkeyPatch) -> None:
+    """Positions of rejected drafts count as computed."""
+    for space in (kvspace.PagedSpace, kvspace.SlotSpace):
+        reserve, commit = space.reserve, space.commit
+
+        def remember(self, seq, upto, ops, reserve=reserve):  # type: ignore[no-untyped-def]
+            self.__dict__.setdefault("upto", {})[seq.slot] = upto
+            return reserve(self, seq, upto, ops)
+
+        def keep_rejected(self, seq, keep, ops, commit=commit):  # type: ignore[no-untyped-def]
+            commit(self, seq, keep, ops)
+            seq.computed = self.upto[seq.slot]
+
+        patch.setattr(space, "reserve", remember)
+        patch.setattr(space, "commit", keep_rejected)
+
+
+def _mutant_hash_not_chained(patch: pytest.MonkeyPatch) -> None:
+    chained = kvspace._chained
+    patch.setattr(kvspace, "_chained", lambda parent, tokens: chained(b"", tokens))
+    patch.setattr(kvspace.PagedSpace, "_proven", _Tangled._proven)
+
+
+MUTANTS = {
+    "no trim": _mutant_no_trim,
+    "no trim on admit": _mutant_no_trim_on_admit,
+    "noise by row": _mutant_noise_by_row,
+    "matcher not rolled back": _mutant_matcher_not_rolled_back,
+    "commit keeps rejected KV": _mutant_keeps_rejected_kv,
+    "hash not chained": _mutant_hash_not_chained,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_matrix_kills_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for constrained in (False, True):
+        reference(0.8, constrained, 7)  # from healthy code
+    MUTANTS[name](monkeypatch)
+    killed = False
+    for kv, draft, constrained in itertools.product(("paged", "slots"), ("none", "oracle"), (False, True)):
+        try:
+            killed = killed or bool(mismatches(Setup(kv=kv, chunk=5, n_slots=3), 0.8, constrained, 7, True, draft))
+        except AssertionError:
+            killed = True
+    assert killed, f"the suite does not notice: {name}"
+
+
+def test_equal_block_after_another_prefix() -> None:
+    """B,X must not be served from A,X: the block tokens of X are equal, what came before them is not."""
+    params = SamplingParams(max_tokens=8, temperature=0)
+    prompts = {"AX": "AAAAsame block!!", "BZ": "BBBBother block!", "BX": "BBBBsame block!!"}
+    engine = Setup(block_tokens=4).engine()
+    for id, prompt in prompts.items():
+        req = request(id, prompt, params)
+        assert output(run(engine, [req])[id]) == plain(req)
+
+
+def test_a_crafted_collision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash that collides on everything, equality alone keeps prefixes apart."""
+    monkeypatch.setattr(kvspace, "_chained", lambda parent, tokens: bytes(32))
+    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    engine = Setup().engine()
+    for req in requests:
+        assert output(run(engine, [req])[req.id]) == wanted[req.id]
+
+
+def test_prompts_are_the_toy_models_own() -> None:
+    assert MODEL.generate(list(b"x"), 3) == plain(
+        request("x", "x", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    )
