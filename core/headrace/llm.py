@@ -1,0 +1,464 @@
+"""`LLM`: the front door for Python. Text or token ids in, `Output` out; from any thread or event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, overload
+
+from headrace.admission import admit_request
+from headrace.errors import Busy, HeadraceError, RequestError
+from headrace.runner import Handle, Runner, wake_loop
+from headrace.types import Completion, Output, Request, SamplingParams, Timings, Usage, field_names
+
+if TYPE_CHECKING:
+    from headrace.catalog import Catalog
+    from headrace.config import Config
+    from headrace.contracts import Tokenizer
+    from headrace.pipeline import Pipeline
+    from headrace.templates import PromptEncoder
+
+Prompt = str | Seq[int]
+Params = SamplingParams | Mapping[str, Any]
+
+BUSY_RETRY_S = 0.02
+"""How often a batch looks for room in a queue that others fill."""
+REFRESH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A batch can't go on before one of `handles` changes, or `timeout_s` has passed."""
+
+    handles: Seq[Handle]
+    timeout_s: float | None = None
+
+
+class LLM:
+    """A loaded model.
+
+    model: a path or URI of a model, a pipeline file (`.toml`), or a `Config`. backend: its name, or a table with its
+    options; every other keyword is a config table or key: `LLM("m.gguf", engine={"max_sequences": 4})`.
+
+    Thread-safe. Several may live in one process; none survives a fork (HR-FORK-01). Close it, use it as a context
+    manager, or drop it: streams that are still referenced keep it alive.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Config,
+        *,
+        backend: str | Mapping[str, Any] | None = None,
+        catalog: Catalog | None = None,
+        report: Callable[[str, float], None] | None = None,
+        **overrides: Any,
+    ) -> None:
+        from headrace.pipeline import build
+
+        config = _config_of(model, backend, overrides)
+        self.pipeline: Pipeline = build(config, catalog=catalog, report=report)
+        try:
+            engine = self.pipeline.engine()
+        except BaseException:
+            self.pipeline.close()
+            raise
+        self._runner = Runner(engine, on_close=self.pipeline.close)
+        self._numbers = count()
+        self._encoder: PromptEncoder | None = None
+        # from a finalizer nothing may be waited for: the engine's thread frees the model on its own
+        self._finalizer = weakref.finalize(self, self._runner.close, False)
+        self._finalizer.atexit = False  # the runner leaves in order by itself
+
+    # --- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._runner.tokenizer
+
+    @property
+    def context_tokens(self) -> int:
+        return self.pipeline.model.context_tokens
+
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        if self._encoder is None:
+            from headrace.templates import PromptEncoder
+
+            self._encoder = PromptEncoder(self.tokenizer)
+        return self._encoder
+
+    def tokenize(self, text: str, *, add_bos: bool = False, parse_special: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+
+    def detokenize(self, ids: Seq[int], *, skip_special: bool = False) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
+        tokenizer = self.tokenizer
+        kept = [token for token in ids if not (skip_special and tokenizer.is_special(token))]
+        return b"".join(tokenizer.token_bytes(token) for token in kept).decode("utf-8", "replace")
+
+    # --- generate --------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Seq[int], params: Params | None = ..., *, echo: bool = ..., progress: bool | None = ...
+    ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompts: Seq[str] | Seq[Seq[int]] | Seq[Prompt],
+        params: Params | Seq[Params] | None = ...,
+        *,
+        echo: bool = ...,
+        progress: bool | None = ...,
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params | Seq[Params] | None = None,
+        *,
+        echo: bool = False,
+        progress: bool | None = None,
+    ) -> Output | list[Output]:
+        """Complete prompts: text, or lists of token ids. One prompt gives an Output, a list gives a list in its order.
+
+        Text is raw: no chat template, but names of special tokens are honoured. params: one for all, or one per prompt.
+        echo puts the prompt in front of text and token_ids. progress: None shows a bar for a list on a terminal.
+
+        Every prompt is checked before any work starts: RequestError names the index. A failure later is in that
+        Output's `error` and touches no other. More prompts than the queue holds are fed as room comes.
+        """
+        single, requests = self._requests(prompts, params)
+        with _display(progress, single) as show:
+            outputs = _drive(self._batch(requests, show), REFRESH_S if show is not None else None)
+        outputs = [self._echoed(output) for output in outputs] if echo else outputs
+        return outputs[0] if single else outputs
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None = None, *, echo: bool = False
+    ) -> Any:
+        """`generate` without blocking the event loop; cancelling the task cancels its requests."""
+        single, requests = self._requests(prompts, params)
+        outputs = await _adrive(self._batch(requests, None))
+        outputs = [self._echoed(output) for output in outputs] if echo else outputs
+        return outputs[0] if single else outputs
+
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Handle:
+        """Start one request and return its chunks as they come: `for chunk in llm.stream("Hi"): ...`.
+
+        Also `async for`, `with`, `.result()` and `.cancel()`. Dropping it cancels the request. Raises RequestError or
+        Busy here, not at the first chunk.
+        """
+        _, ((request, text),) = self._requests(_one(prompt), params)
+        return self._runner.submit(request, text, owner=self)
+
+    async def astream(self, prompt: Prompt, params: Params | None = None) -> Handle:
+        """`async for chunk in await llm.astream("Hi")`."""
+        _, ((request, text),) = self._requests(_one(prompt), params)
+        return await self._runner.asubmit(request, text, owner=self)
+
+    # --- lifetime --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abort what runs, stop the engine and free the model. Idempotent, from any thread."""
+        self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> LLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def resolve(self, params: Params | None) -> SamplingParams:
+        """Fill what params leaves open: the config's [sampling], then the model's own defaults, then ours."""
+        if params is None:
+            params = SamplingParams()
+        elif isinstance(params, Mapping):
+            params = params_from(params)
+        configured = self.pipeline.config.sampling
+        if params.max_tokens is None and configured.get("max_tokens") is not None:
+            params = replace(params, max_tokens=max(configured["max_tokens"], params.min_tokens))
+        return params.resolved(configured, self.pipeline.sampling_defaults)
+
+    def _requests(
+        self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None
+    ) -> tuple[bool, list[tuple[Request, str | None]]]:
+        """(one prompt only, checked requests with their prompt texts)."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], (str, Seq)))
+        jobs: Seq[Any] = [prompts] if single else prompts
+        if params is None or isinstance(params, (SamplingParams, Mapping)):
+            resolved = [self.resolve(params)] * len(jobs)
+        elif len(params) != len(jobs):
+            raise RequestError(
+                "HR-REQUEST-11",
+                f"{len(jobs)} prompts, but {len(params)} params",
+                "give one SamplingParams for all prompts, or a list with one for each",
+            )
+        else:
+            resolved = [self.resolve(each) for each in params]
+        requests = []
+        for i, (prompt, each) in enumerate(zip(jobs, resolved, strict=True)):
+            try:
+                requests.append(self.request(prompt, each))
+            except HeadraceError as error:
+                if single:
+                    raise
+                raise type(error)(error.code, f"prompt {i}: {error.message}", error.help) from error
+        return single, requests
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, text: str | None = None, **fields: Any
+    ) -> tuple[Request, str | None]:
+        """A checked request and its prompt text. params must be resolved; fields are those of `Request`."""
+        if isinstance(prompt, str):
+            text = prompt
+            ids = self.prompt_encoder.encode(prompt) if prompt else []
+        else:
+            ids = [_plain_int(token) for token in prompt]
+        engine = self._runner.engine
+        if params.n > engine.options.max_waiting:
+            raise RequestError(
+                "HR-REQUEST-14",
+                f"n = {params.n}, but the queue holds {engine.options.max_waiting} sequences",
+                "ask for fewer samples, or raise engine.max_waiting",
+            )
+        request = Request(
+            id=f"req-{next(self._numbers)}",
+            prompt_ids=tuple(ids),
+            params=params,
+            arrival_s=engine.clock(),
+            **fields,
+        )
+        admit_request(request, engine.executor, engine.kv, engine.constraints)
+        return request, text
+
+    def start(self, request: Request, text: str | None) -> Handle:
+        """Run a request made by `request`."""
+        return self._runner.submit(request, text, owner=self)
+
+    async def astart(self, request: Request, text: str | None) -> Handle:
+        return await self._runner.asubmit(request, text, owner=self)
+
+    def _echoed(self, output: Output) -> Output:
+        prompt = output.prompt if output.prompt is not None else self.detokenize(output.prompt_token_ids)
+        return prefixed(output, prompt, output.prompt_token_ids)
+
+    # --- batches ---------------------------------------------------------------------------------------------------
+
+    def _batch(
+        self, requests: list[tuple[Request, str | None]], show: Show | None
+    ) -> Generator[_Wait, None, list[Output]]:
+        """Feed requests and collect outputs (the generator's return value). Yields when it must wait."""
+        outputs: list[Any] = [None] * len(requests)
+        todo = deque(range(len(requests)))
+        window = max(1, min(self.pipeline.config.engine.max_waiting, 4 * self.pipeline.config.engine.max_sequences))
+        live: dict[int, Handle] = {}
+        try:
+            while todo or live:
+                n_free = min(window - len(live), len(todo))
+                batch = [todo.popleft() for _ in range(n_free)]
+                if batch:
+                    fresh = self._runner.enqueue([requests[i] for i in batch], owner=self)
+                    live |= zip(batch, fresh, strict=True)
+                if not any(handle.done for handle in live.values()):
+                    yield _Wait(list(live.values()))
+                refused = []
+                for i, handle in [(i, handle) for i, handle in live.items() if handle.done]:
+                    del live[i]
+                    if isinstance(handle._error, Busy):
+                        refused.append(i)
+                    else:
+                        outputs[i] = self._outcome(handle)
+                if show is not None:
+                    show(list(live.values()), outputs)
+                if refused:
+                    todo.extendleft(reversed(refused))
+                    yield _Wait(list(live.values()), BUSY_RETRY_S)
+            return outputs
+        finally:
+            for handle in live.values():
+                handle.cancel()
+
+    def _outcome(self, handle: Handle) -> Output:
+        try:
+            return handle._output()
+        except RequestError as error:
+            if error.code.startswith(("HR-CLOSED", "HR-FORK")):
+                raise
+            failed = Completion(index=0, text="", token_ids=(), finish_reason="error", error=error)
+            request = handle.request
+            return Output(
+                request_id=request.id,
+                prompt=handle.prompt,
+                prompt_token_ids=request.prompt_ids,
+                completions=(failed,),
+                usage=Usage(len(request.prompt_ids), 0, 0),
+                timings=Timings(0.0, 0.0, 0.0, 0.0, 0.0),
+            )
+
+
+def params_from(values: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams of a mapping; RequestError for a key that is none of its fields."""
+    from headrace.errors import did_you_mean
+
+    known = field_names(SamplingParams)
+    for name in values:
+        if name not in known:
+            raise RequestError(
+                "HR-REQUEST-12",
+                f"unknown sampling parameter {name!r}",
+                f"{did_you_mean(name, known)}known: {', '.join(known)}",
+            )
+    return SamplingParams(**values)
+
+
+def prefixed(output: Output, text: str, ids: tuple[int, ...] = ()) -> Output:
+    """The output with text (and ids) in front of every completion."""
+    return replace(
+        output,
+        completions=tuple(replace(c, text=text + c.text, token_ids=ids + c.token_ids) for c in output.completions),
+    )
+
+
+def _config_of(
+    model: str | os.PathLike[str] | Config, backend: str | Mapping[str, Any] | None, overrides: dict[str, Any]
+) -> Config:
+    from headrace.config import Config, load_config
+    from headrace.errors import ConfigError
+
+    if backend is not None:
+        overrides["backend"] = {"use": backend} if isinstance(backend, str) else dict(backend)
+    if isinstance(model, Config):
+        if overrides:
+            raise ConfigError(
+                "HR-CONFIG-20",
+                f"a Config object can't be combined with {', '.join(sorted(overrides))}",
+                "put these into the config, or pass a path",
+            )
+        return model
+    path = os.fspath(model)
+    if path.endswith(".toml"):
+        return load_config(path, overrides=overrides)
+    return load_config(None, model=path, overrides=overrides)
+
+
+def _one(prompt: Prompt) -> Prompt:
+    if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (str, Seq)):
+        raise RequestError("HR-REQUEST-13", "a stream takes one prompt, not a list", "use generate() for several")
+    return prompt
+
+
+def _plain_int(token: Any) -> Any:
+    """numpy integers become Python's; anything else is left for admission to refuse."""
+    return token if type(token) is int else getattr(token, "item", lambda: token)()
+
+
+# --- drivers: the same batch, blocking and async ---------------------------------------------------------------------
+
+
+def _drive(batch: Generator[_Wait, None, list[Output]], refresh_s: float | None) -> list[Output]:
+    event = threading.Event()
+    armed: set[str] = set()
+
+    def fire(name: str) -> None:
+        armed.discard(name)
+        event.set()
+
+    try:
+        while True:
+            pause = next(batch)
+            event.clear()
+            _arm(pause.handles, armed, fire)
+            if pause.timeout_s is not None:
+                event.wait(pause.timeout_s)
+            elif not any(handle.done for handle in pause.handles):
+                event.wait(refresh_s)
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        batch.close()
+
+
+async def _adrive(batch: Generator[_Wait, None, list[Output]]) -> list[Output]:
+    import asyncio
+
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    armed: set[str] = set()
+
+    def fire(name: str) -> None:
+        armed.discard(name)
+        wake_loop(loop, event)
+
+    try:
+        while True:
+            pause = next(batch)
+            event.clear()
+            _arm(pause.handles, armed, fire)
+            if pause.timeout_s is not None or not any(handle.done for handle in pause.handles):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), pause.timeout_s)
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        batch.close()
+
+
+def _arm(handles: Seq[Handle], armed: set[str], fire: Callable[[str], None]) -> None:
+    """Ask each handle once for a wake-up; asking again before it came would only pile up."""
+    for handle in handles:
+        name = handle.request.id
+        if name not in armed:
+            armed.add(name)
+            handle.watch(partial(fire, name))
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+Show = Callable[[Seq[Handle], Seq[Any]], None]
+
+
+@contextlib.contextmanager
+def _display(progress: bool | None, single: bool) -> Iterator[Show | None]:
+    """A bar on stderr: prompts done, prefill and decode tokens per second."""
+    if progress is None:
+        progress = not single and sys.stderr.isatty()
+    if not progress:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=None)
+        started = time.perf_counter()
+
+        def show(live: Seq[Handle], outputs: Seq[Any]) -> None:
+            ended = [output for output in outputs if output is not None]
+            seconds = max(time.perf_counter() - started, 1e-6)
+            n_prefilled = sum(h.n_prefilled for h in live) + sum(out.usage.prompt_tokens for out in ended)
+            n_decoded = sum(h.n_generated for h in live) + sum(out.usage.completion_tokens for out in ended)
+            rates = f"prefill {n_prefilled / seconds:,.0f} tok/s · decode {n_decoded / seconds:,.1f} tok/s"
+            bar.update(task, total=len(outputs), completed=len(ended), description=rates)
+
+        yield show
