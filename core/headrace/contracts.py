@@ -198,8 +198,8 @@ class KVSpace(Contract):
         """seq stops (finished or preempted); sets seq.slot = -1. reuse: its content may serve later prefixes."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """The executor was reopened: nothing is cached any more and nobody holds anything."""
+    def reset(self, ops: list[KVOp]) -> None:
+        """Forget everything; nobody holds anything. ops empty the executor too, whatever it held before."""
 
     @abstractmethod
     def table(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:

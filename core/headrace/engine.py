@@ -86,6 +86,7 @@ class Engine:
         self.n_accepted = 0
         self.n_failed_steps = 0
         self._ops: list[KVOp] = []
+        kv.reset(self._ops)  # an earlier engine may have used this executor
         self._by_id: dict[str, list[Sequence]] = {}
         self._numbers = count()
         self._cancelled: set[str] = set()
@@ -550,7 +551,7 @@ class Engine:
         for seq in list(self.scheduler.running):
             self._finish(seq, "error", error=failure, reuse=False)
         self._ops.clear()
-        self.kv.reset()
+        self.kv.reset(self._ops)
         try:
             self.executor.close()
             self.executor.open()

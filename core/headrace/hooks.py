@@ -53,6 +53,9 @@ class BackendSpec(Spec):
     devices: tuple[str, ...] = ("cpu",)
     verified: str = ""
     """On which hardware it ran; empty prints UNVERIFIED."""
+    baseline: str = ""
+    """"module:Class" of a raw loop over the same library, for `headrace bench engine`: Class(executor) with
+    start(prompts), step(), close(), and decode_s, the seconds that the executor spent inside the library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

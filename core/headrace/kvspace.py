@@ -41,9 +41,9 @@ class PagedSpace(KVSpace):
         self.n_blocks = layout.n_blocks
         self.prefix_cache = prefix_cache
         self.max_sequences = max_sequences
-        self.reset()
+        self.reset([])
 
-    def reset(self) -> None:
+    def reset(self, ops: list[KVOp]) -> None:
         n = self.n_blocks
         self._free = list(range(n - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -234,10 +234,11 @@ class SlotSpace(KVSpace):
         self.partial_trim = partial_trim
         self.fork = fork
         self.prefix_cache = prefix_cache
-        self.reset()
+        self.reset([])
 
-    def reset(self) -> None:
+    def reset(self, ops: list[KVOp]) -> None:
         n = self.n_slots
+        ops.extend(Free(slot) for slot in range(n))
         self._holder: list[Sequence | None] = [None] * n
         self._content: list[list[int]] = [[] for _ in range(n)]
         """Tokens of idle slots; a held slot's content is its holder's tokens[:computed]."""
@@ -272,7 +273,7 @@ class SlotSpace(KVSpace):
             for other, holder in enumerate(self._holder):
                 if holder is not None and self._root[other] == root:
                     common = min(_common_prefix(holder.tokens, seq.tokens, holder.computed), limit)
-                    if common > best:
+                    if common > best and (self.partial_trim or common == holder.computed):
                         best, source = common, other
         if source >= 0:
             slot = min(idle, key=lambda i: (self._length[i] > 0, self._stamp[i]))

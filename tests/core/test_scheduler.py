@@ -456,8 +456,7 @@ def test_cold_warm_and_flushed_are_equal_and_the_cache_is_used(kv: str) -> None:
             assert rounds[0] == [plain(req) for req in reqs]
         if turn == 1:
             assert sum(seqs[0].cached for seqs in found.values()) > 100
-            engine.kv.reset()
-            engine.executor.open()
+            engine.kv.reset(engine._ops)
     assert rounds[0] == rounds[1] == rounds[2]
 
 
