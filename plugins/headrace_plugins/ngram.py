@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from pydantic import Field, model_validator
-
 from headrace.config import Options
 from headrace.contracts import Drafter
 from headrace.types import DraftView, ModelSpec, Proposal
+from pydantic import Field, model_validator
 
 NOTHING = Proposal()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from headrace import sampling
 from headrace.contracts import Executor
 from headrace.errors import StepFailed
 from headrace.testing.toy_model import ToyModel
@@ -137,8 +138,6 @@ class _ToyExecutor(Executor):
         if self.toy.fast:
             current.result = _null_result(current.plan)
             return
-        from headrace import sampling
-
         current.result = sampling.sample_step(current.plan, current.logits, masks)
         if current.prompt:
             current.result.prompt_logprobs = sampling.prompt_logprobs(current.plan, current.prompt)
