@@ -22,6 +22,7 @@ def headrace_backends() -> Iterable[BackendSpec]:
         requires=("llama_cpp",),
         install="pip install 'headrace[gguf]'",
         verified="x86-64 CPU",
+        baseline="headrace_gguf.baseline:RawLoop",
     )
 
 

@@ -168,6 +168,7 @@ class GGUFExecutor(Executor):
             context.fork(0, 1)
             fork = context.n_tokens(1) == 2 and context.trim(1, 1) and context.n_tokens(1) == 1
         context.clear()
+        self._lengths = np.zeros(self._shape.slots, np.int32)
         core = self._options.sampler == "core"
         self.caps = replace(self.caps, partial_trim=partial_trim, fork=fork, drafts=partial_trim and core)
 
@@ -181,36 +182,59 @@ class GGUFExecutor(Executor):
     def forward(self, plan: StepPlan) -> _Step:
         context = self._open_context()
         context.clear_interrupt()
-        for op in plan.kv_ops:
-            self._apply(context, op, plan)
+        if plan.kv_ops:
+            self._apply_all(context, plan)
         n_tokens = len(plan.tokens)
         if n_tokens == 0:
             return _Step(plan, [], [])
+        if (self._lengths[plan.slot] != plan.start).any():
+            # llama.cpp takes a hole at the start of a slot without a word
+            bad = np.flatnonzero(self._lengths[plan.slot] != plan.start).tolist()
+            raise StepFailed(f"{plan.row(bad[0])} does not continue its slot", bad)
         sampled = self._fill(context, plan, n_tokens)
         if self._native is not None:
             self._native.note(context.slot[:n_tokens], context.pos[:n_tokens], plan.tokens)
+        # all bookkeeping comes before: llama_decode leaves cold caches, in which Python is several times slower
+        self._lengths[plan.slot] += plan.length
+        n_outputs = int(np.count_nonzero(context.output[:n_tokens]))
         code = context.decode(n_tokens)
         if code != 0:
-            raise self._failed(code, self._culprits(plan, n_tokens) if code == -1 else ())
-        n_outputs = int(np.count_nonzero(context.output[:n_tokens]))
+            # an aborted or failed decode may leave a part of the batch in the KV
+            for slot in plan.slot.tolist():
+                self._lengths[slot] = context.n_tokens(slot)
+            raise self._failed(code, self._culprits(plan) if code == -1 else ())
         all_rows = context.logits(n_outputs) if n_outputs else []
         return _Step(plan, all_rows, all_rows if sampled is None else [all_rows[i] for i in sampled])
 
+    def _apply_all(self, context: Context, plan: StepPlan) -> None:
+        """Apply every operation, even after one was refused: the others are not told again."""
+        refused: list[StepFailed] = []
+        for op in plan.kv_ops:
+            try:
+                self._apply(context, op, plan)
+            except StepFailed as error:
+                refused.append(error)
+        if refused:
+            raise StepFailed(str(refused[0]), [row for error in refused for row in error.rows])
+
     def _apply(self, context: Context, op: KVOp, plan: StepPlan) -> None:
         if isinstance(op, Trim):
-            done = context.trim(op.slot, op.keep)
+            slot, keep = op.slot, op.keep
         elif isinstance(op, Free):
-            done = context.trim(op.slot, 0)
+            slot, keep = op.slot, 0
         elif isinstance(op, Fork):
+            slot, keep = op.dst, op.upto
             context.fork(op.src, op.dst)
-            done = context.trim(op.dst, op.upto)
+            self._lengths[op.dst] = self._lengths[op.src]
             if self._native is not None:
                 self._native.fork(op.src, op.dst)
         else:
             raise StepFailed(f"the gguf backend does not know the KV operation {op}")
-        if not done:
-            slot = op.dst if isinstance(op, Fork) else op.slot
+        if keep >= self._lengths[slot]:
+            return
+        if not context.trim(slot, keep):
             raise StepFailed(f"llama.cpp refused {op}", np.flatnonzero(plan.slot == slot).tolist())
+        self._lengths[slot] = keep
 
     def _fill(self, context: Context, plan: StepPlan, n_tokens: int) -> list[int] | None:
         """Write the plan into the batch. Returns which outputs are sampled ones; None: all of them."""
@@ -235,17 +259,10 @@ class GGUFExecutor(Executor):
         marked = np.flatnonzero(output[:n_tokens])
         return np.flatnonzero(sampled[marked]).tolist()
 
-    def _culprits(self, plan: StepPlan, n_tokens: int) -> list[int]:
-        """Rows whose tokens are outside the vocabulary or whose positions don't continue their slot."""
-        context = self._open_context()
-        bad = []
-        for row in range(len(plan.seq)):
-            tokens = plan.tokens[plan.offset[row] : plan.offset[row + 1]]
-            slot, start = int(plan.slot[row]), int(plan.start[row])
-            outside = bool(np.any((tokens < 0) | (tokens >= self.model.vocab_size)))
-            if outside or not 0 <= slot < self._shape.slots or context.n_tokens(slot) != start:
-                bad.append(row)
-        return bad
+    def _culprits(self, plan: StepPlan) -> list[int]:
+        """Rows with tokens outside the vocabulary."""
+        outside = np.flatnonzero((plan.tokens < 0) | (plan.tokens >= self.model.vocab_size))
+        return np.unique(np.searchsorted(plan.offset, outside, side="right") - 1).tolist()
 
     def _failed(self, code: int, rows: Any) -> StepFailed:
         return StepFailed(f"llama_decode: {_CODES.get(code, 'failed')} (code {code})", rows)

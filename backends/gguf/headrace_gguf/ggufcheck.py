@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, NoReturn
 
 from headrace.errors import ModelError
 
-MAX_METADATA_BYTES = 256 << 20
-"""Header, key/values and tensor infos together. Real models stay below 32 MiB."""
+MAX_METADATA_BYTES = 64 << 20
+"""Header, key/values and tensor infos together. Real models stay below 24 MiB."""
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_STRINGS = 1 << 21
-"""Entries of one string array. The largest known merge list has about 600 000."""
+"""Entries of all string arrays. The largest known model has about 800 000: 262 144 tokens and their merges."""
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 63
 """GGML_MAX_NAME - 1."""
@@ -62,8 +62,6 @@ class Array:
     length: int
     values: tuple[Any, ...] = ()
     """Empty for strings and for more than `KEEP_ARRAY` numbers."""
-    repeated: bool = False
-    """Strings: some entry appears twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +130,7 @@ class _Reader:
         self._buffer = bytearray()
         """The file's first bytes, read so far."""
         self._pos = 0
+        self._n_strings = 0
 
     # --- bounded reads -----------------------------------------------------------------------------------------------
 
@@ -257,7 +256,8 @@ class _Reader:
         if kind == _ARRAY:
             self._fail(6, "an array of arrays, which GGUF readers don't support", where)
         if kind == _STRING:
-            return Array("string", length, repeated=self._strings(length, where))
+            self._strings(length, where)
+            return Array("string", length)
         if kind not in _SCALARS:
             self._fail(6, f"unknown array element type {kind}", where)
         n_bytes = length * _SCALARS[kind].size
@@ -268,29 +268,29 @@ class _Reader:
         values = struct.unpack_from(f"<{length}{_SCALARS[kind].format[1:]}", self._buffer, start)
         return Array(TYPE_NAMES[kind], length, values)
 
-    def _strings(self, length: int, where: str) -> bool:
-        """Walk over a string array; True if an entry repeats."""
-        if length > MAX_STRINGS or length * 8 > self.size:
-            self._fail(
-                5, f"{length} strings are too many for a file of {self.size} bytes (at most {MAX_STRINGS})", where
-            )
-        unpack, pos, pieces = _U64.unpack_from, self._pos, []
-        for _ in range(length):
-            self._pos = pos
-            if pos + 8 > len(self._buffer):
-                self._need(pos + 8, where)
-            start = pos + 8
-            pos = start + unpack(self._buffer, pos)[0]
-            if pos > len(self._buffer):
-                self._need(pos, where)
-            pieces.append(bytes(self._buffer[start:pos]))
+    def _strings(self, length: int, where: str) -> None:
+        """Walk over a string array."""
+        self._n_strings += length
+        if self._n_strings > MAX_STRINGS or length * 8 > self.size:
+            self._fail(5, f"{length} strings are too many for a file of {self.size} bytes", where)
+        unpack, pos = _U64.unpack_from, self._pos
+        for first in range(0, length, 4096):
+            pieces = []
+            for _ in range(first, min(first + 4096, length)):
+                self._pos = pos
+                if pos + 8 > len(self._buffer):
+                    self._need(pos + 8, where)
+                start = pos + 8
+                pos = start + unpack(self._buffer, pos)[0]
+                if pos > len(self._buffer):
+                    self._need(pos, where)
+                pieces.append(self._buffer[start:pos])
+            try:
+                # NUL is ASCII, so a joined text is valid iff each piece is
+                b"\0".join(pieces).decode("utf-8")
+            except UnicodeDecodeError as error:
+                self._fail(6, f"an array with a string that is not UTF-8 ({error.reason})", where)
         self._pos = pos
-        try:
-            # NUL is ASCII, so a joined text is valid iff each piece is
-            b"\0".join(pieces).decode("utf-8")
-        except UnicodeDecodeError as error:
-            self._fail(6, f"an array with a string that is not UTF-8 ({error.reason})", where)
-        return len(set(pieces)) != length
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", 32)
