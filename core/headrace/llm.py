@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.contracts import Tokenizer
     from headrace.pipeline import Pipeline
-    from headrace.templates import PromptEncoder
 
 Prompt = str | Seq[int]
 Params = SamplingParams | Mapping[str, Any]
@@ -74,7 +73,6 @@ class LLM:
             raise
         self._runner = Runner(engine, on_close=self.pipeline.close)
         self._numbers = count()
-        self._encoder: PromptEncoder | None = None
         # from a finalizer nothing may be waited for: the engine's thread frees the model on its own
         self._finalizer = weakref.finalize(self, self._runner.close, False)
         self._finalizer.atexit = False  # the runner leaves in order by itself
@@ -88,14 +86,6 @@ class LLM:
     @property
     def context_tokens(self) -> int:
         return self.pipeline.model.context_tokens
-
-    @property
-    def prompt_encoder(self) -> PromptEncoder:
-        if self._encoder is None:
-            from headrace.templates import PromptEncoder
-
-            self._encoder = PromptEncoder(self.tokenizer)
-        return self._encoder
 
     def tokenize(self, text: str, *, add_bos: bool = False, parse_special: bool = False) -> list[int]:
         return self.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
@@ -232,7 +222,7 @@ class LLM:
         """A checked request and its prompt text. params must be resolved; fields are those of `Request`."""
         if isinstance(prompt, str):
             text = prompt
-            ids = self.prompt_encoder.encode(prompt) if prompt else []
+            ids = encode_text(self.tokenizer, prompt) if prompt else []
         else:
             ids = [_plain_int(token) for token in prompt]
         engine = self._runner.engine
@@ -330,6 +320,15 @@ def params_from(values: Mapping[str, Any]) -> SamplingParams:
                 f"{did_you_mean(name, known)}known: {', '.join(known)}",
             )
     return SamplingParams(**values)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a whole prompt: special tokens by their names, BOS first where the model wants one, never twice."""
+    ids = tokenizer.encode(text, add_bos=True, parse_special=True)
+    bos = tokenizer.bos_id
+    while bos is not None and ids[:2] == [bos, bos]:  # the text names it, and the tokenizer adds it
+        del ids[0]
+    return ids
 
 
 def prefixed(output: Output, text: str, ids: tuple[int, ...] = ()) -> Output:

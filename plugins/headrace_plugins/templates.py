@@ -1,7 +1,7 @@
 """Chat templates: messages to prompt text, and prompt text to ids.
 
 Templates are rendered as transformers does it (same whitespace rules, `raise_exception`, `strftime_now`, `tojson`, loop
-controls, `{% generation %}`), inside the bounds of `headrace.sandbox`.
+controls, `{% generation %}`), inside the bounds of `headrace_plugins.sandbox`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from headrace.errors import ModelError, RequestError
+from headrace.llm import encode_text
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from headrace.errors import ModelError, RequestError
-from headrace.sandbox import METER, LimitReached, Limits, Meter, Sandbox
+from headrace_plugins.sandbox import METER, LimitReached, Limits, Meter, Sandbox
 
 if TYPE_CHECKING:
     from headrace.contracts import Tokenizer
@@ -206,10 +207,7 @@ class PromptEncoder:
     def encode(self, prompt: str, mark: str = "") -> list[int]:
         """Ids of a rendered prompt; BOS first where the model wants one, and never twice."""
         pieces = prompt.split(mark) if mark else [prompt]
-        ids = self.tokenizer.encode(pieces[0], add_bos=True, parse_special=True)
-        bos = self.tokenizer.bos_id
-        while bos is not None and ids[:2] == [bos, bos]:  # the template wrote it, and the tokenizer adds it
-            del ids[0]
+        ids = encode_text(self.tokenizer, pieces[0])
         for piece in pieces[1:]:
             ids += self.tokenizer.encode(piece, add_bos=False, parse_special=True)
         return ids
