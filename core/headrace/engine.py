@@ -155,7 +155,7 @@ class Engine:
             seq.wants |= WANT_PROMPT_LOGPROBS
             seq.prompt_logprobs = [None]
         if seq.request.want_text or params.stop:
-            seq.stream = TextStream(self.executor.tokenizer, params.stop, params.skip_special_tokens)
+            seq.stream = TextStream(self.executor.tokenizer, params.stop, skip_special=params.skip_special_tokens)
         if params.deadline_s is not None:
             seq.deadline = seq.request.arrival_s + params.deadline_s
             self._timed.add(seq)

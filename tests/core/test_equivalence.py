@@ -11,18 +11,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from engine_harness import MODEL, Setup, oracle, output, plain, request, run
+from engine_harness import MODEL, Setup, ngram, oracle, output, plain, request, run
 from headrace import kvspace, sampling
 from headrace.contracts import Matcher
 from headrace.types import Grammar, Request, SamplingParams, Sequence
-from headrace_plugins.ngram import NGram, NGramOptions
 
 CHARSET = Grammar("charset", "abcdefg{3,14}")
 LONG_CHOICE = Grammar("choice", '["abcabcabcabcabcabc", "abcabcabcabx", "defdefdef"]')
-
-
-def ngram() -> NGram:
-    return NGram(NGramOptions(max_draft=4), MODEL.spec())
 
 
 @cache

@@ -14,6 +14,7 @@ from headrace.kvspace import PagedSpace, SlotSpace
 from headrace.sampling import new_table, sample_step, set_row
 from headrace.testing.toy import ToyConstraint, ToyModel, ToyOracle, ToyPaged, ToySlots
 from headrace.types import WANT_TOKEN, EngineOptions, MaskBatch, Request, SamplingParams, Sequence, StepPlan
+from headrace_plugins.ngram import NGram, NGramOptions
 
 MODEL = ToyModel(vocab=270, seed=3, repeat=0.6, eos_rate=0.02)
 MAX_STEPS = 4000
@@ -55,6 +56,10 @@ def plain(req: Request, model: ToyModel = MODEL, sample_index: int = 0) -> list[
             if matcher.done():
                 break
     return tokens[len(req.prompt_ids) :]
+
+
+def ngram() -> Drafter:
+    return NGram(NGramOptions(max_draft=4), MODEL.spec())
 
 
 def oracle(reference: dict[str, list[int]], requests: Seq[Request], p: float = 0.7) -> Drafter:

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures a baseline in the same run, alternating with ours, and reports medians."""

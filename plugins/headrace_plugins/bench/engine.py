@@ -1,0 +1,119 @@
+"""`bench engine`: our engine against a raw loop over the same library, step by step in one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from headrace.catalog import Catalog
+from headrace.config import Config
+from headrace.engine import Engine
+from headrace.errors import PluginError
+from headrace.hooks import BackendSpec
+from headrace.pipeline import Pipeline, build
+from headrace.types import Request, SamplingParams
+from headrace_plugins.bench.report import Result, compared, measured, med
+
+PROMPT = "Write a long story about a dragon who learns to read."
+
+CASES = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature 0.8, top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95, top_k=0, min_p=0),
+    "temperature 0.8, unfiltered": SamplingParams(temperature=0.8, top_p=1, top_k=0, min_p=0),
+}
+
+
+@dataclass(slots=True)
+class _Round:
+    """Seconds per step of one round: ours, the raw loop's, and ours outside the library."""
+
+    ours: list[float]
+    raw: list[float]
+    host: list[float]
+
+
+def run(config: Config, catalog: Catalog, n_requests: tuple[int, ...], n_tokens: int, n_rounds: int) -> list[Result]:
+    """Every case for every number of requests. Both sides decode batches of the same shape at the same positions."""
+    pipeline = build(config, catalog=catalog)
+    try:
+        return _run(pipeline, catalog, n_requests, n_tokens, n_rounds)
+    finally:
+        pipeline.close()
+
+
+def _run(
+    pipeline: Pipeline, catalog: Catalog, n_requests: tuple[int, ...], n_tokens: int, n_rounds: int
+) -> list[Result]:
+    entry = catalog.find(BackendSpec, _backend_of(pipeline))
+    if not entry.spec.baseline:
+        raise PluginError(
+            "HR-BENCH-01", f"backend '{entry.spec.name}' has no raw loop to compare with", "bench a GGUF model"
+        )
+    raw = catalog.load_object(entry.spec.baseline, entry)(pipeline.executor)
+    results: list[Result] = []
+    try:
+        for n in n_requests:
+            for name, params in CASES.items():
+                rounds = [_round(pipeline, raw, n, n_tokens, params, r) for r in range(n_rounds)]
+                results += _summary(f"{n} request{'s' if n > 1 else ''}, {name}", n, rounds)
+    finally:
+        raw.close()
+    return results
+
+
+def _backend_of(pipeline: Pipeline) -> str:
+    return next(decision.value for decision in pipeline.decisions if decision.key == "backend")
+
+
+def _summary(name: str, n: int, rounds: list[_Round]) -> list[Result]:
+    ours = med([n * len(r.ours) / sum(r.ours) for r in rounds])
+    raw = med([n * len(r.raw) / sum(r.raw) for r in rounds])
+    # the ratio of each round's neighbours, since a shared machine drifts between rounds
+    ratio = med([sum(r.raw) / sum(r.ours) for r in rounds])
+    host = med([1e6 * med(r.host) for r in rounds])
+    speed = compared(f"{name}: speed", ours, raw, "tokens/s")
+    unit = "us/token" if n == 1 else "us/step"
+    return [
+        Result(speed.name, speed.ours, speed.baseline, round(ratio, 4), speed.unit),
+        measured(f"{name}: host time outside the library", host, unit),
+    ]
+
+
+def _round(pipeline: Pipeline, raw: object, n: int, n_tokens: int, params: SamplingParams, number: int) -> _Round:
+    """Prefill both sides, then alternate single steps; who goes first alternates too."""
+    from dataclasses import replace
+
+    engine = pipeline.engine()
+    params = replace(params, max_tokens=n_tokens + 8, ignore_eos=True, seed=1 + number).resolved()
+    ids = pipeline.tokenizer.encode(PROMPT)
+    prompts = [[*ids, *pipeline.tokenizer.encode(f" Part {i}.", add_bos=False)] for i in range(n)]
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(id=f"{number}-{i}", prompt_ids=tuple(prompt), params=params))
+    while engine.scheduler.waiting or any(seq.n_generated == 0 for seq in engine.scheduler.running):
+        engine.step()
+    raw.start(prompts)  # type: ignore[attr-defined]
+    found = _Round([], [], [])
+    for i in range(n_tokens):
+        if i % 2:
+            found.raw.append(_timed_raw(raw))
+            _timed_ours(engine, raw, found)
+        else:
+            _timed_ours(engine, raw, found)
+            found.raw.append(_timed_raw(raw))
+    engine.close()
+    return found
+
+
+def _timed_raw(raw: object) -> float:
+    started = time.perf_counter()
+    raw.step()  # type: ignore[attr-defined]
+    return time.perf_counter() - started
+
+
+def _timed_ours(engine: Engine, raw: object, found: _Round) -> None:
+    before = raw.decode_s  # type: ignore[attr-defined]
+    started = time.perf_counter()
+    engine.step()
+    seconds = time.perf_counter() - started
+    found.ours.append(seconds)
+    found.host.append(seconds - (raw.decode_s - before))  # type: ignore[attr-defined]
