@@ -38,6 +38,10 @@ def headrace_drafters() -> Iterable[DrafterSpec]:
 
 @hookimpl
 def headrace_resolve(uri: str) -> ModelSource | None:
-    from headrace.testing.toy_backend import resolve as resolve_toy
+    if uri.startswith("toy://"):
+        from headrace.testing.toy_backend import resolve as resolve_toy
 
-    return resolve_toy(uri)
+        return resolve_toy(uri)
+    from headrace_plugins.sources import resolve
+
+    return resolve(uri)
