@@ -33,6 +33,7 @@ _SLACK = 1 - 1e-5
 
 _BLOCKS = 1024
 _FEW = 64
+_MAX_BUCKET = 4095
 
 
 def survivors(
@@ -61,19 +62,42 @@ def _ranked(logits: Floats, inv_t: np.float32, top_k: int, top_p: float, min_p: 
     limit = top_k if 0 < top_k < n else n
     if limit == 1:
         return np.array([logits.argmax()])
+    kept = top(logits, limit) if limit < n else None
     if top_p >= 1 and min_p <= 0:
-        return None if limit == n else top(logits, limit)
+        return kept
     e = weights(logits, inv_t)
-    if top_p >= 1:
-        kept = np.flatnonzero(e >= np.float32(min_p))
-        return kept if kept.size <= limit else kept[top(logits[kept], limit)]
-    total = float(e.sum(dtype=np.float64))
-    kept = _nucleus_candidates(e, total, top_p)
-    order = _descending(logits[kept])[:limit]
-    mass = e[kept[order]].cumsum(dtype=np.float64)
-    # token i > 0 stays iff mass[i - 1] <= top_p * total
-    kept = np.sort(kept[order[: 1 + int(np.searchsorted(mass, top_p * total, side="right"))]])
-    return kept[e[kept] >= np.float32(min_p)] if min_p > 0 else kept
+    if top_p < 1:
+        total = float(e.sum(dtype=np.float64))
+        if kept is None:
+            kept = _nucleus_candidates(e, total, top_p)
+        kept = kept[_prefix(-logits[kept], inv_t, e[kept], top_p * total)]
+    if min_p > 0:
+        floor = np.float32(min_p)
+        kept = np.flatnonzero(e >= floor) if kept is None else kept[e[kept] >= floor]
+    return kept
+
+
+def _prefix(rank: Floats, inv_t: np.float32, mass: Floats, limit: float) -> Ids:
+    """Indices, ascending, of the smallest prefix in order of `rank` (lowest first, ties by lower index) such that the
+    mass before each member is at most `limit`.
+
+    Long inputs are cut into buckets of 1/64 nat first; only the bucket in which the limit lies is sorted.
+    """
+    if rank.size <= 2 * _BLOCKS:
+        order = np.argsort(rank, kind="stable")
+        return np.sort(order[: _count(mass[order], 0.0, limit)])
+    bucket = np.minimum((rank - rank.min()) * (inv_t * np.float32(64)), np.float32(_MAX_BUCKET)).astype(np.intp)
+    above = np.bincount(bucket, mass).cumsum()
+    edge = min(int(np.searchsorted(above, limit, side="right")), above.size - 1)
+    inside = np.flatnonzero(bucket == edge)
+    inside = inside[np.argsort(rank[inside], kind="stable")]
+    inside = inside[: _count(mass[inside], float(above[edge - 1]) if edge else 0.0, limit)]
+    return np.sort(np.concatenate((np.flatnonzero(bucket < edge), inside)))
+
+
+def _count(mass: Floats, before: float, limit: float) -> int:
+    """How many leading entries have a mass before them of at most `limit`; the first always counts."""
+    return 1 + int(np.searchsorted(mass.cumsum(dtype=np.float64) + before, limit, side="right"))
 
 
 def _nucleus_candidates(e: Floats, total: float, top_p: float) -> Ids:
@@ -99,12 +123,11 @@ def _typical(logits: Floats, inv_t: np.float32, typical_p: float) -> Ids:
     x = (logits - logits.max()) * inv_t
     e = np.exp(x)
     some = np.flatnonzero(e)
-    x, e = x[some].astype(np.float64), e[some].astype(np.float64)
-    total = float(e.sum())
+    x, e = x[some], e[some]
+    total = float(e.sum(dtype=np.float64))
     # -log p - entropy = log(total) - x - (log(total) - mean(x)) = mean(x) - x
-    order = np.argsort(np.abs(x - float((e * x).sum()) / total), kind="stable")
-    mass = np.cumsum(e[order])
-    return np.sort(some[order[: 1 + int(np.searchsorted(mass, typical_p * total, side="right"))]])
+    mean = (e * x).sum(dtype=np.float64) / total
+    return some[_prefix(np.abs(x - np.float32(mean)), np.float32(1), e, typical_p * total)]
 
 
 def top(values: Floats, k: int) -> Ids:
@@ -131,17 +154,4 @@ def best(values: Floats, k: int) -> Ids:
     if k < 1:
         return np.empty(0, np.intp)
     kept = top(values, min(k, values.size))
-    return kept[_descending(values[kept])]
-
-
-def _descending(values: Floats) -> Ids:
-    """Stable descending order (lower index first on ties)."""
-    if values.size <= 2048:
-        return np.argsort(-values, kind="stable")
-    # Unique 64-bit keys (value, index) sort about three times as fast as a stable argsort of 40,000 floats.
-    bits = (np.float32(0) - values).view(np.int32)  # 0 - x has no -0.0: both zeros rank alike
-    keys = np.where(bits < 0, ~bits, bits | np.int32(-(2**31))).view(np.uint32).astype(np.uint64)
-    keys <<= np.uint64(32)
-    keys |= np.arange(values.size, dtype=np.uint64)
-    keys.sort()
-    return (keys & np.uint64(0xFFFFFFFF)).astype(np.intp)
+    return kept[np.argsort(-values[kept], kind="stable")]

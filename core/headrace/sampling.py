@@ -419,15 +419,15 @@ def _winner(z: Floats, bits: NDArray[np.uint32]) -> int:
     best of them has won, else the guess was too high. `slack` covers every rounding: float32 z, exp and logarithms.
     """
     largest = float(z.max())
-    e = weights(z, np.float32(1))
-    total = float(e.sum(dtype=np.float64))
+    most = weights(z, np.float32(1))
+    total = float(most.sum(dtype=np.float64))
     slack = 1e-4 + (abs(largest) + 64.0) * 2.0**-20
     r = bits.astype(np.float32)
-    for margin in (2.0, 6.0):
-        if margin + slack > 20.0:
-            break
+    rounds = ((2.0, 2.0**32 * math.exp(2.0 + slack) / total), (6.0, math.exp(4.0))) if slack < 10.0 else ()
+    for margin, factor in rounds:
         bound = largest + math.log(total) - margin
-        some = np.flatnonzero(r <= e * np.float32(2.0**32 * math.exp(margin + slack) / total))
+        most *= np.float32(factor)
+        some = np.flatnonzero(r <= most)
         if some.size:
             scores = z[some] + gumbel(bits[some])
             at = int(scores.argmax())
