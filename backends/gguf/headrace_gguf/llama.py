@@ -37,8 +37,9 @@ LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True
 """(mmap, mlock) -> llama_load_mode."""
 ATTR_CONTROL, ATTR_UNKNOWN = 1 << 3, 1 << 0
 
-_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.INFO, 4: logging.DEBUG}
-"""ggml log level -> ours. Its warnings and errors are information here: what fails raises, with the text."""
+_WARN, _ERROR = 3, 4
+_LEVELS = {_WARN: logging.INFO, _ERROR: logging.INFO}
+"""ggml log level -> ours, else debug. Its errors are information here: what fails raises, with the text."""
 
 
 @cache
@@ -88,7 +89,7 @@ class Library:
         line = line.rstrip()
         if not line.strip("."):
             return
-        if level in (2, 3) and (captured := getattr(self._local, "captured", None)) is not None:
+        if level in (_WARN, _ERROR) and (captured := getattr(self._local, "captured", None)) is not None:
             captured.append(line)
         logging.getLogger("headrace.gguf").log(_LEVELS.get(level, logging.DEBUG), "llama.cpp: %s", line)
 
