@@ -62,10 +62,12 @@ class LLM:
         report: Callable[[str, float], None] | None = None,
         **overrides: Any,
     ) -> None:
+        from headrace.catalog import Catalog
         from headrace.pipeline import build
 
         config = _config_of(model, backend, overrides)
-        self.pipeline: Pipeline = build(config, catalog=catalog, report=report)
+        self.catalog = catalog if catalog is not None else Catalog.load(config.plugins_disable)
+        self.pipeline: Pipeline = build(config, catalog=self.catalog, report=report)
         try:
             engine = self.pipeline.engine()
         except BaseException:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.hooks import BackendSpec, DrafterSpec, hookimpl
+from headrace.hooks import BackendSpec, DialectSpec, DrafterSpec, hookimpl
 from headrace.types import ModelSource
 
 headrace_api = 1
@@ -33,6 +33,16 @@ def headrace_drafters() -> Iterable[DrafterSpec]:
         factory="headrace_plugins.ngram:NGram",
         options="headrace_plugins.ngram:NGramOptions",
         summary="prompt lookup: drafts what followed the last time the current n-gram occurred",
+    )
+
+
+@hookimpl
+def headrace_dialects() -> Iterable[DialectSpec]:
+    yield DialectSpec(
+        name="jinja",
+        factory="headrace_plugins.templates:Jinja",
+        summary="chat templates in jinja2, rendered in a bounded sandbox",
+        match=("{%", "{{"),
     )
 
 

@@ -93,11 +93,11 @@ class ChatTemplate:
         messages: Seq[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        values: Mapping[str, Any] | None = None,
         arguments: Mapping[str, Any] | None = None,
-        **values: Any,
     ) -> str:
-        """The prompt text. `arguments` come from a caller and may not replace RESERVED names; `values` are ours
-        (bos_token, eos_token, tools, ...).
+        """The prompt text. `values` are the program's own variables (bos_token, eos_token, tools, ...); `arguments`
+        come from a caller and may not replace RESERVED names.
 
         Raises ModelError HR-TEMPLATE-03 (it reached for internals), -04 (a limit), -06 (it failed), or RequestError
         -05: the template itself refused the messages with raise_exception.
@@ -110,7 +110,7 @@ class ChatTemplate:
                     f"the template argument {name!r} is reserved",
                     f"reserved names: {', '.join(sorted(RESERVED))}",
                 )
-        variables: dict[str, Any] = {**arguments, **values, "messages": list(messages)}
+        variables: dict[str, Any] = {**arguments, **(values or {}), "messages": list(messages)}
         variables |= {"add_generation_prompt": add_generation_prompt, METER: Meter(self.limits, self._clock)}
         try:
             return self._collect(variables)
@@ -211,6 +211,34 @@ class PromptEncoder:
         for piece in pieces[1:]:
             ids += self.tokenizer.encode(piece, add_bos=False, parse_special=True)
         return ids
+
+
+class Jinja:
+    """The dialect of models whose chat format is a jinja2 template: all that this project met."""
+
+    def chat_format(self, source: str, origin: str, tokenizer: Tokenizer) -> ChatFormat:
+        return ChatFormat(ChatTemplate(source, origin), tokenizer)
+
+
+class ChatFormat:
+    """Turns messages into a prompt: a template with the special tokens of a model. Thread-safe."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self._encoder = PromptEncoder(tokenizer)
+        self._specials = special_texts(tokenizer)
+
+    def prompt(
+        self, messages: Seq[Mapping[str, Any]], prefill: str = "", arguments: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[int]]:
+        """(text, ids) that asks for the next assistant message, which is to begin with `prefill`.
+
+        What messages, prefill and arguments hold is plain text, whatever tokens it names. arguments are extra template
+        variables. Raises RequestError or ModelError, see `ChatTemplate.render`.
+        """
+        (shielded, arguments, prefill), mark = self._encoder.shield([list(messages), dict(arguments or {}), prefill])
+        text = self.template.render(shielded, values=self._specials, arguments=arguments) + prefill
+        return text.replace(mark, "") if mark else text, self._encoder.encode(text, mark)
 
 
 def special_texts(tokenizer: Tokenizer) -> dict[str, str]:

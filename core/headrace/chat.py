@@ -1,0 +1,280 @@
+"""`Chat`: a conversation with a model, rendered with its chat template anew each turn."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import ConfigError, RequestError
+from headrace.llm import LLM, Params, prefixed
+from headrace.runner import Handle
+from headrace.types import Chunk, Output
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+
+Message = dict[str, Any]
+
+KEPT = ("stop", "length")
+"""An answer that ends otherwise (abort, deadline, error) leaves the history as it was."""
+
+
+DIALECT = "jinja"
+
+
+def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Any:
+    """What turns messages into a prompt for this model: an object with
+    `prompt(messages, prefill, arguments) -> (text, ids)`, made by the "jinja" dialect.
+
+    The template is the argument, else the config's [chat] template, else the one in the model's own metadata. The first
+    two may be a path or the source itself (anything with "{%" or "{{"). Raises RequestError HR-CHAT-01: there is none.
+    """
+    from headrace.hooks import DialectSpec
+
+    source, origin = _find_template(llm, template)
+    entry = llm.catalog.find(DialectSpec, DIALECT)
+    return llm.catalog.load_object(entry.spec.factory, entry)().chat_format(source, origin, llm.tokenizer)
+
+
+def has_template(llm: LLM) -> bool:
+    """Does the config or the model name a template?"""
+    return llm.pipeline.config.chat.get("template") is not None or llm.pipeline.model.chat_template is not None
+
+
+def _find_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """(source, where it came from)."""
+    configured = llm.pipeline.config.chat.get("template")
+    for given, where in ((template, "template argument"), (configured, "[chat] template")):
+        if given is not None:
+            return _from_user(os.fspath(given), where)
+    model = llm.pipeline.model
+    if model.chat_template is None:
+        raise RequestError(
+            "HR-CHAT-01",
+            f"'{model.uri}' has no chat template",
+            'give one with [chat] template = "file.jinja" in the config, or use raw completion (`headrace run --raw`)',
+        )
+    return model.chat_template, f"the chat template of '{model.uri}'"
+
+
+def _from_user(given: str, where: str) -> tuple[str, str]:
+    if "{%" in given or "{{" in given:
+        return given, f"the {where}"
+    try:
+        return Path(given).expanduser().read_text("utf-8"), f"the chat template {given}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "HR-CHAT-05", f"the {where} {given!r} can't be read: {error}", "give a path, or the template's source"
+        ) from error
+
+
+class Chat:
+    """A conversation: `Chat("model.gguf").ask("Hi").text`.
+
+    model: an LLM to share, or what LLM takes (then `close()` closes it). system: the system message, else the config's
+    [chat] system. template: see `chat_format` for the order. max_turns: older user-assistant pairs are forgotten.
+    arguments: extra template variables, such as `enable_thinking`.
+
+    One answer at a time: HR-CHAT-03 while another is under way. An answer that fails or is stopped leaves the history
+    unchanged.
+    """
+
+    def __init__(
+        self,
+        model: LLM | str | os.PathLike[str] | Config,
+        system: str | None = None,
+        template: str | os.PathLike[str] | None = None,
+        *,
+        max_turns: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        **llm_options: Any,
+    ) -> None:
+        if max_turns is not None and max_turns < 1:
+            raise RequestError("HR-REQUEST-01", f"max_turns = {max_turns!r} is not allowed", "max_turns must be >= 1")
+        self._owned = not isinstance(model, LLM)
+        self.llm = model if isinstance(model, LLM) else LLM(model, **llm_options)
+        try:
+            self._format = chat_format(self.llm, template)
+        except BaseException:
+            self.close()
+            raise
+        configured = self.llm.pipeline.config.chat.get("system")
+        self.system: str | None = system if system is not None else configured
+        self.max_turns = max_turns
+        self.arguments = dict(arguments or {})
+        self._turns: list[Message] = []
+        self._busy = threading.Lock()
+
+    @property
+    def history(self) -> list[Message]:
+        """A copy of the messages, the system message first. Assign a list to restore a conversation."""
+        return self._messages(self._turns)
+
+    @history.setter
+    def history(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        checked = check_messages(list(messages), empty_ok=True)
+        system = checked.pop(0)["content"] if checked and checked[0]["role"] == "system" else None
+        self.system, self._turns = system, checked
+
+    def reset(self) -> None:
+        """Forget every message but the system's."""
+        self._turns = []
+
+    def ask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
+        """Answer a user message. The text begins with `prefill`, which the model is made to continue."""
+        return self.stream(text, params, prefill).result()
+
+    def stream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
+        """The answer's chunks as they come, sync or async. Dropping the answer stops it."""
+        answer = Answer(self, text, prefill)
+        answer._handle = self.llm.start(*self._request(answer, params))
+        return answer
+
+    async def aask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
+        return await (await self.astream(text, params, prefill)).aresult()
+
+    async def astream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
+        answer = Answer(self, text, prefill)
+        answer._handle = await self.llm.astart(*self._request(answer, params))
+        return answer
+
+    def close(self) -> None:
+        """Close the LLM, if this chat made it."""
+        if self._owned:
+            self.llm.close()
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _request(self, answer: Answer, params: Params | None) -> tuple[Any, str | None]:
+        messages = [*self._messages(self._latest()), answer.message]
+        prompt, ids = self._format.prompt(messages, answer.prefill, self.arguments)
+        return self.llm.request(ids, self.llm.resolve(params), prompt)
+
+    def _messages(self, turns: list[Message]) -> list[Message]:
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [dict(message) for message in (*first, *turns)]
+
+    def _latest(self) -> list[Message]:
+        """The turns that a next answer sees: max_turns - 1 pairs, from a user message on."""
+        if self.max_turns is None:
+            return self._turns
+        starts = [i for i, message in enumerate(self._turns) if message["role"] == "user"]
+        n_forgotten = max(0, len(starts) - (self.max_turns - 1))
+        return self._turns[[*starts, len(self._turns)][n_forgotten] :] if n_forgotten else self._turns
+
+    def _keep(self, message: Message, output: Output) -> None:
+        self._turns = [*self._latest(), message, {"role": "assistant", "content": output.text}]
+
+
+class Answer:
+    """One answer under way; an iterator of chunks that ends with the history extended."""
+
+    def __init__(self, chat: Chat, text: str, prefill: str) -> None:
+        self._held = False
+        if not isinstance(text, str):
+            raise RequestError("HR-CHAT-04", f"a message must be text, not {type(text).__name__}")
+        if not chat._busy.acquire(blocking=False):
+            raise RequestError(
+                "HR-CHAT-03", "this chat is answering already", "wait for that answer, or use a second Chat on the LLM"
+            )
+        self._held = True
+        self._chat = chat
+        self._handle: Handle | None = None
+        self.message: Message = {"role": "user", "content": text}
+        self.prefill = prefill
+        self._prefilled = not prefill
+
+    def result(self) -> Output:
+        """Wait for the whole answer. Raises what made it fail."""
+        assert self._handle is not None
+        try:
+            return self._finish(self._handle.result())
+        finally:
+            self._release()
+
+    async def aresult(self) -> Output:
+        assert self._handle is not None
+        try:
+            return self._finish(await self._handle.aresult())
+        finally:
+            self._release()
+
+    def cancel(self) -> None:
+        """Stop the answer; the history stays as it was before it."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> Chunk:
+        assert self._handle is not None
+        if not self._prefilled:
+            return self._begin()
+        try:
+            return self._passed(next(self._handle))
+        except Exception:  # the end, or a failure
+            self._release()
+            raise
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        assert self._handle is not None
+        if not self._prefilled:
+            return self._begin()
+        try:
+            return self._passed(await self._handle.__anext__())
+        except Exception:
+            self._release()
+            raise
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _begin(self) -> Chunk:
+        self._prefilled = True
+        return Chunk(0, self.prefill, ())
+
+    def _passed(self, chunk: Chunk) -> Chunk:
+        if chunk.finish_reason is not None and self._handle is not None and self._handle.done and self._held:
+            try:
+                if chunk.finish_reason != "error":
+                    self._finish(self._handle.result())
+            finally:
+                self._release()
+        return chunk
+
+    def _finish(self, output: Output) -> Output:
+        if output.error is not None:
+            raise output.error
+        output = prefixed(output, self.prefill) if self.prefill else output
+        if self._held and output.finish_reason in KEPT:
+            self._chat._keep(self.message, output)
+        return output
+
+    def _release(self) -> None:
+        if self._held:
+            self._held = False
+            self._chat._busy.release()
+
+
+def check_messages(messages: Any, *, empty_ok: bool = False) -> list[Message]:
+    """Copies of messages, each a mapping with a role and content. Raises RequestError HR-CHAT-04."""
+    if not isinstance(messages, (list, tuple)) or not (messages or empty_ok):
+        raise RequestError("HR-CHAT-04", "messages must be a list with at least one message", _MESSAGE_HELP)
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise RequestError("HR-CHAT-04", f"message {i} has no role or no content: {message!r:.80}", _MESSAGE_HELP)
+    return [dict(message) for message in messages]
+
+
+_MESSAGE_HELP = 'a message looks like {"role": "user", "content": "Hi"}'
