@@ -210,7 +210,7 @@ class KVSpaceConformance:
         self._run(walk, tokens)
         held = walk.admit([5, 5, 5])
         assert held is not None
-        space.reset()
+        space.reset([])
         toy.close()
         toy.open()
         walk.reset()
