@@ -31,7 +31,8 @@ MACHINE = MachineInfo(devices=(), host_memory_bytes=8 << 30, available_memory_by
 
 def new_executor(path: str, machine: MachineInfo = MACHINE, **options: object) -> GGUFExecutor:
     source = ModelSource(uri=path, path=path, format="gguf")
-    chosen = GGUFOptions.model_validate({"slots": 4, "context_tokens": 256, "batch_tokens": 256} | options)
+    small = {"slots": 4, "context_tokens": 256, "batch_tokens": 256, "trial_load": False}
+    chosen = GGUFOptions.model_validate(small | options)
     return open_executor(source, chosen, BuildContext(engine=EngineOptions(), machine=machine))
 
 

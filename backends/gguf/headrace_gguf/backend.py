@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import HeadraceError
 from headrace.hooks import CheckResult
 from headrace.types import Fit, Reject
 
@@ -55,9 +54,8 @@ def checks() -> Iterable[CheckResult]:
         yield CheckResult("llama.cpp", "fail", "llama-cpp-python is not installed", INSTALL)
         return
     try:
-        loaded_before = "llama_cpp" in sys.modules
         lib = library()
-    except (HeadraceError, ModelError) as error:
+    except HeadraceError as error:
         yield CheckResult("llama.cpp", "fail", error.message, error.help)
         return
     same = lib.version == VERSION
@@ -68,12 +66,10 @@ def checks() -> Iterable[CheckResult]:
     )  # fmt: skip
     yield _cpu(lib.system_info())
     policy = os.environ.get("OMP_WAIT_POLICY", "")
-    good = policy.lower() == "passive" and not loaded_before
-    yield CheckResult(
-        "OpenMP", "ok" if good else "warn",
-        f"OMP_WAIT_POLICY={policy}" + (", llama.cpp was loaded before Headrace could set it" if loaded_before else ""),
-        "" if good else "export OMP_WAIT_POLICY=passive, or generation slows beside other work",
-    )  # fmt: skip
+    good = policy.lower() == "passive" and lib.omp_in_time
+    late = "" if lib.omp_in_time else ", set after llama.cpp was loaded by somebody else"
+    help = "" if good else "export OMP_WAIT_POLICY=passive, or generation slows beside other work"
+    yield CheckResult("OpenMP", "ok" if good else "warn", f"OMP_WAIT_POLICY={policy}{late}", help)
 
 
 def _cpu(info: str) -> CheckResult:

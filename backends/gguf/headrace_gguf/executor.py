@@ -27,6 +27,7 @@ from headrace_gguf.facts import GGUFFacts
 from headrace_gguf.llama import FLASH_ATTENTION, KV_TYPES, Context, ContextParams, Model
 from headrace_gguf.memory import Shape
 from headrace_gguf.tokenizer import GGUFTokenizer
+from headrace_gguf.trial import try_load
 
 if TYPE_CHECKING:
     from headrace.types import BuildContext, LogprobRows, MaskBatch, ModelSource
@@ -86,6 +87,9 @@ class GGUFExecutor(Executor):
         self.close()
         report = self._build.report
         try:
+            if self._options.trial_load:
+                report("try the file", 0.0)
+                try_load(self._facts, self._context_params(), self._shape.gpu_layers)
             model = self._library_model = Model(
                 self._facts.path, gpu_layers=self._shape.gpu_layers, mmap=self._options.mmap,
                 mlock=self._options.mlock, report=lambda fraction: report("load weights", fraction),

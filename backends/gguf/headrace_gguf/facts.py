@@ -17,6 +17,8 @@ from headrace_gguf.ggufcheck import Array, GGUFFile, read_gguf
 
 MAX_CONTEXT = 1 << 28
 MAX_SHARDS = 1024
+MAX_LAYERS = 512
+"""LLAMA_MAX_LAYERS."""
 _SHARD = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 SAMPLING_KEYS: Mapping[str, str] = {
@@ -181,10 +183,11 @@ class _Facts:
         a = self.arch
         tokenizer, n_vocab = self._tokenizer()
         context = self._integer(f"{a}.context_length", 1, MAX_CONTEXT)
-        n_layers = self._integer(f"{a}.block_count", 1, 4096)
+        n_layers = self._integer(f"{a}.block_count", 1, MAX_LAYERS)
         n_embd = self._integer(f"{a}.embedding_length", 1, 1 << 20)
         n_heads = self._integer(f"{a}.attention.head_count", 0, 1 << 16, 0)
         self._embeddings(n_vocab)
+        self._floats()
         bos_id, eos_ids = self._special_ids(n_vocab)
         sampling, native = self._sampling()
         by_type: dict[str, int] = {}
@@ -245,8 +248,10 @@ class _Facts:
         if model in ("no_vocab", "none"):
             self._fail(11, "the model has no tokenizer", "use a model file that holds its tokenizer")
         tokens = self._array(prefix + "tokens", ("string",))
-        if tokens is None or not 1 <= tokens.length <= 1 << 22:
-            self._fail(11, f"'{prefix}tokens' is missing or empty")
+        if tokens is None or not 1 <= tokens.length <= 1 << 20:
+            self._fail(11, f"'{prefix}tokens' is missing, empty or larger than {1 << 20}")
+        if tokens.repeated:
+            self._fail(11, f"'{prefix}tokens' holds a token twice")
         for key, kinds in (("token_type", ("i32", "u32")), ("scores", ("f32",))):
             array = self._array(prefix + key, kinds)
             if array is not None and array.length != tokens.length:
@@ -267,6 +272,14 @@ class _Facts:
             self._fail(10, f"no 'token_embd.weight' among {len(self.tensors)} tensors", "use a complete model file")
         if len(tensor.shape) != 2 or tensor.shape[1] != n_vocab:
             self._fail(11, f"'token_embd.weight' has shape {list(tensor.shape)} for {n_vocab} tokens")
+
+    def _floats(self) -> None:
+        """Hyper-parameters are finite, epsilons not negative."""
+        for key, value in self.metadata.items():
+            if not isinstance(value, float) or not key.startswith(f"{self.arch}."):
+                continue
+            if not math.isfinite(value) or (value < 0 and key.endswith("epsilon")):
+                self._fail(12, f"'{key}' = {value} is not allowed")
 
     def _array(self, key: str, kinds: tuple[str, ...]) -> Array | None:
         value = self.metadata.get(key)

@@ -62,6 +62,8 @@ class Array:
     length: int
     values: tuple[Any, ...] = ()
     """Empty for strings and for more than `KEEP_ARRAY` numbers."""
+    repeated: bool = False
+    """Tokens only: a text other than the empty one appears twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,9 @@ class _Reader:
         if kind == _ARRAY:
             self._fail(6, "an array of arrays, which GGUF readers don't support", where)
         if kind == _STRING:
-            self._strings(length, where)
-            return Array("string", length)
+            return Array(
+                "string", length, repeated=self._strings(length, where, unique=where == "'tokenizer.ggml.tokens'")
+            )
         if kind not in _SCALARS:
             self._fail(6, f"unknown array element type {kind}", where)
         n_bytes = length * _SCALARS[kind].size
@@ -268,12 +271,14 @@ class _Reader:
         values = struct.unpack_from(f"<{length}{_SCALARS[kind].format[1:]}", self._buffer, start)
         return Array(TYPE_NAMES[kind], length, values)
 
-    def _strings(self, length: int, where: str) -> None:
-        """Walk over a string array."""
+    def _strings(self, length: int, where: str, unique: bool) -> bool:
+        """Walk over a string array. True if it should be unique and is not."""
         self._n_strings += length
         if self._n_strings > MAX_STRINGS or length * 8 > self.size:
             self._fail(5, f"{length} strings are too many for a file of {self.size} bytes", where)
         unpack, pos = _U64.unpack_from, self._pos
+        seen: set[bytes] = set()
+        n_empty = 0
         for first in range(0, length, 4096):
             pieces = []
             for _ in range(first, min(first + 4096, length)):
@@ -285,12 +290,16 @@ class _Reader:
                 if pos > len(self._buffer):
                     self._need(pos, where)
                 pieces.append(self._buffer[start:pos])
+            if unique:
+                seen.update(map(bytes, pieces))
+                n_empty += pieces.count(bytearray())
             try:
                 # NUL is ASCII, so a joined text is valid iff each piece is
                 b"\0".join(pieces).decode("utf-8")
             except UnicodeDecodeError as error:
                 self._fail(6, f"an array with a string that is not UTF-8 ({error.reason})", where)
         self._pos = pos
+        return unique and len(seen - {b""}) != length - n_empty
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", 32)

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -54,6 +55,8 @@ class Library:
     def __init__(self) -> None:
         # libgomp reads this once, when it is loaded. Its spinning threads cost 10x beside a busy process: 29 -> 3 tok/s
         # on two cores. A value that the user has set is kept.
+        self.omp_in_time = "llama_cpp" not in sys.modules
+        """False: somebody loaded llama.cpp before us, OpenMP may spin."""
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         try:
             self.package = importlib.import_module("llama_cpp")

@@ -69,6 +69,9 @@ class GGUFOptions(Options):
     """Map the weights from the file: loads faster, and processes share the memory."""
     mlock: bool = False
     """Keep the weights from being swapped out."""
+    trial_load: bool = True
+    """Load an unknown file in a separate process first, since llama.cpp ends the process on some damaged files. A file
+    that passed is remembered in the cache folder."""
     sampler: Literal["core", "native"] = "core"
     """core: the sampling and noise of every other backend. native: llama.cpp's chain, with mirostat, DRY and XTC."""
     native_sampler: NativeSampler = NativeSampler()

@@ -75,6 +75,38 @@ def test_a_hostile_template_is_data_to_the_loader(tiny, name, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "gguf-tried"
+
+
+def test_what_llama_cpp_would_abort_on_ends_a_trial_process(tiny, home):
+    """Metadata that is in order by every rule, yet ends the process: rotary dimensions above the head size."""
+    executor = new_executor(tiny("gemma3", gemma3__rope__dimension_count=255), trial_load=True)
+    for _ in range(2):  # not remembered as good
+        with pytest.raises(HeadraceError, match=r"HR-GGUF-26: .*trial load in a separate process ended .*ASSERT"):
+            executor.open()
+    load(tiny())
+
+
+def test_a_model_that_passed_is_not_tried_again(tiny, home, monkeypatch):
+    executor = new_executor(tiny(), trial_load=True)
+    executor.open()
+    assert len(list(home.iterdir())) == 1
+    monkeypatch.setattr("subprocess.run", None)
+    executor.open()
+    executor.close()
+
+
+def test_a_trial_that_can_not_be_remembered_is_no_error(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
+    executor = new_executor(tiny(), trial_load=True)
+    executor.open()
+    executor.close()
+
+
 def test_a_cut_model_is_refused_and_the_whole_one_loads(tiny, tmp_path):
     whole = Path(tiny()).read_bytes()
     path = tmp_path / "cut.gguf"

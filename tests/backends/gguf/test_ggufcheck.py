@@ -132,6 +132,10 @@ BAD: dict[str, tuple[str, str, File | bytes]] = {
     "token types short": ("11", "3 entries for 4", with_array(T + "token_type", I32, [1] * 3)),
     "token types of bytes": ("11", "i32", with_array(T + "token_type", I8, [1] * 4)),
     "scores short": ("11", "1 entries for 4", with_array(T + "scores", F32, [0])),
+    "token twice": ("11", "twice", with_array(T + "tokens", STRING, ["a", "b", "c", "a"])),
+    "epsilon NaN": ("12", "epsilon' = nan", with_key(A + "attention.layer_norm_rms_epsilon", F32, float("nan"))),
+    "epsilon negative": ("12", "epsilon' = -1", with_key(A + "attention.layer_norm_rms_epsilon", F32, -1.0)),
+    "rope infinite": ("12", "freq_base' = inf", with_key(A + "rope.freq_base", F32, float("inf"))),
     "no merges": ("11", "merges", with_key(T + "model", STRING, "gpt2")),
     "merges of numbers": ("11", "merges", with_array(T + "merges", I32, [1])),
     "eos outside": ("11", "outside the vocabulary of 4", with_key(T + "eos_token_id", U32, 4)),
@@ -181,6 +185,10 @@ def test_a_sound_file_passes(tmp_path):
     assert facts.quantisation == "F32"
     assert facts.kv_bytes_per_token("f16", "q8_0") == 8 * 2 + 8 * 34 / 32
     assert read_facts(File(version=2).write(tmp_path / "2.gguf")).n_vocab == 4
+
+
+def test_empty_tokens_may_repeat(tmp_path):
+    assert read_facts(with_array(T + "tokens", STRING, ["", "b", "", "a"]).write(tmp_path / "m.gguf")).n_vocab == 4
 
 
 def test_every_prefix_of_a_file_is_an_error(tmp_path):
