@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace import noise
 from hypothesis import given
 from hypothesis import strategies as st
-
-from headrace import noise
 
 GOLDEN = Path(__file__).parents[1] / "data" / "noise_golden.json"
 
@@ -165,7 +164,11 @@ def test_bits_match_golden(golden: dict[str, Any]) -> None:
 
 def test_one_call_may_mix_rows(golden: dict[str, Any]) -> None:
     rows = [row for row in golden["bits"] if row[3] == 0]
-    flat = [(seed, position, n, token, r) for seed, position, n, _, ids, bits in rows for token, r in zip(ids, bits)]
+    flat = [
+        (seed, position, n, token, r)
+        for seed, position, n, _, ids, bits in rows
+        for token, r in zip(ids, bits, strict=True)
+    ]
     seeds, positions, samples, tokens, expected = zip(*flat, strict=True)
     got = noise.noise_bits(np.array(seeds, np.uint64), positions, samples, 0, np.array(tokens))
     assert got.tolist() == list(expected)
