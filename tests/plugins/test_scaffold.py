@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from headrace.errors import EXIT_PLUGIN, PluginError
 from headrace.testing.scaffold import KINDS, render, write_plugin
 
 
-def run(argv: list[str | Path], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(argv: Sequence[str | Path], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HEADRACE_", "PYTEST_"))}
     return subprocess.run(
         [str(part) for part in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=300, check=False

@@ -1,0 +1,377 @@
+"""Wrong implementations, one fault each. The conformance classes must fail every one: see test_kit_bites.py.
+
+Not collected by itself (no test_ in the file name).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer, Store, Strategy, Tokenizer
+from headrace.kvspace import PagedSpace, SlotSpace
+from headrace.testing.conformance import (
+    ConstraintConformance,
+    DrafterConformance,
+    ExecutorConformance,
+    KVSpaceConformance,
+    ObserverConformance,
+    StoreConformance,
+    StrategyConformance,
+    TokenizerConformance,
+)
+from headrace.testing.toy import (
+    ToyConstraint,
+    ToyModel,
+    ToyObserver,
+    ToyOracle,
+    ToyPaged,
+    ToySlots,
+    ToyStore,
+    ToyStrategy,
+    ToyTokenizer,
+)
+from headrace.testing.toy_parts import _ToyCompiled, _ToyMatcher
+from headrace.types import Capabilities, CopyBlock, Grammar, KVLayout, ModelSpec, Proposal, Trim
+
+# --- executors -------------------------------------------------------------------------------------------------------
+
+
+class Paged(ExecutorConformance):
+    executor_class: type[ToyPaged] = ToyPaged
+
+    def make(self) -> Executor:
+        return self.executor_class(ToyModel(), n_blocks=64, block_tokens=4)
+
+
+class Slots(ExecutorConformance):
+    executor_class: type[ToySlots] = ToySlots
+
+    def make(self) -> Executor:
+        return self.executor_class(ToyModel(), n_slots=4, slot_tokens=256)
+
+
+class NoTrim(ToySlots):
+    def _apply(self, op: Any) -> None:
+        if not isinstance(op, Trim):
+            super()._apply(op)
+
+
+class TestNoTrim(Slots):
+    executor_class = NoTrim
+
+
+class NoCopy(ToyPaged):
+    def _apply(self, op: Any) -> None:
+        if not isinstance(op, CopyBlock):
+            super()._apply(op)
+
+
+class TestNoCopy(Paged):
+    executor_class = NoCopy
+
+
+class MasksIgnored(ToyPaged):
+    def sample(self, step: Any, masks: Any) -> None:
+        super().sample(step, None)
+
+
+class TestMasksIgnored(Paged):
+    executor_class = MasksIgnored
+
+
+class NoiseByRow(ToyPaged):
+    def sample(self, step: Any, masks: Any) -> None:
+        step.plan.sampling.seed[step.plan.seq] = np.arange(len(step.plan.seq)) + step.plan.step
+        super().sample(step, masks)
+
+
+class TestNoiseByRow(Paged):
+    executor_class = NoiseByRow
+
+
+class SeedIgnored(ToyPaged):
+    def sample(self, step: Any, masks: Any) -> None:
+        step.plan.sampling.seed[:] = 1
+        super().sample(step, masks)
+
+
+class TestSeedIgnored(Paged):
+    executor_class = SeedIgnored
+
+
+class ShortMemory(ToyModel):
+    def logits_from(self, cells: Any, first: int) -> Any:
+        low = max(0, len(cells) - 2)
+        return super().logits_from(cells[low:], max(0, first - low))
+
+
+class TestShortMemory(ExecutorConformance):
+    """Forgets all but the last two tokens."""
+
+    def make(self) -> Executor:
+        return ToyPaged(ShortMemory(), n_blocks=64, block_tokens=4)
+
+
+class KeepsOnReopen(ToySlots):
+    def _clear(self) -> None:
+        if not hasattr(self, "_length"):
+            super()._clear()
+
+
+class TestKeepsOnReopen(Slots):
+    executor_class = KeepsOnReopen
+
+
+class DraftsAccepted(ToyPaged):
+    def collect(self, step: Any) -> Any:
+        result = super().collect(step)
+        result.accepted = np.array(step.plan.n_draft)
+        return result
+
+
+class TestDraftsAccepted(Paged):
+    executor_class = DraftsAccepted
+
+
+class BiasIgnored(ToyPaged):
+    def sample(self, step: Any, masks: Any) -> None:
+        step.plan.sampling.bias = None
+        super().sample(step, masks)
+
+
+class TestBiasIgnored(Paged):
+    executor_class = BiasIgnored
+
+
+class NoPromptLogprobs(ToyPaged):
+    def sample(self, step: Any, masks: Any) -> None:
+        step.prompt.clear()
+        super().sample(step, masks)
+
+
+class TestNoPromptLogprobs(Paged):
+    executor_class = NoPromptLogprobs
+
+
+# --- KV spaces -------------------------------------------------------------------------------------------------------
+
+
+class PagedKV(KVSpaceConformance):
+    space_class: type[PagedSpace] = PagedSpace
+
+    def make(self, layout: KVLayout, caps: Capabilities) -> KVSpace:
+        return self.space_class(layout, self.max_sequences)
+
+
+class SlotKV(KVSpaceConformance):
+    kv = "slots"
+    space_class: type[SlotSpace] = SlotSpace
+
+    def make(self, layout: KVLayout, caps: Capabilities) -> KVSpace:
+        return self.space_class(layout, partial_trim=caps.partial_trim, fork=caps.fork)
+
+
+class KeepsRejected(SlotSpace):
+    def commit(self, seq: Any, keep: int, ops: Any) -> None:
+        pass
+
+
+class TestKeepsRejected(SlotKV):
+    space_class = KeepsRejected
+
+
+class NoRollback(SlotSpace):
+    def rollback(self, seq: Any, ops: Any) -> None:
+        pass
+
+
+class TestNoRollback(SlotKV):
+    space_class = NoRollback
+
+
+class ReusesAnyway(PagedSpace):
+    def release(self, seq: Any, ops: Any, reuse: bool = True) -> None:
+        super().release(seq, ops, True)
+
+
+class TestReusesAnyway(PagedKV):
+    space_class = ReusesAnyway
+
+
+class IgnoresUsePrefix(PagedSpace):
+    def admit(self, seq: Any, ops: Any, use_prefix: bool = True) -> bool:
+        return super().admit(seq, ops, True)
+
+
+class TestIgnoresUsePrefix(PagedKV):
+    space_class = IgnoresUsePrefix
+
+
+class CommitsTooMuch(PagedSpace):
+    """Indexes a block before its last token was verified."""
+
+    def commit(self, seq: Any, keep: int, ops: Any) -> None:
+        super().commit(seq, min(keep + 3, len(seq.tokens)), ops)
+
+
+class TestCommitsTooMuch(PagedKV):
+    space_class = CommitsTooMuch
+
+
+class ForgetsNothing(PagedSpace):
+    def reset(self, ops: Any) -> None:
+        if not hasattr(self, "_ref"):
+            super().reset(ops)
+
+
+class TestForgetsNothing(PagedKV):
+    space_class = ForgetsNothing
+
+
+# --- the smaller ones ------------------------------------------------------------------------------------------------
+
+
+class TooLong(ToyOracle):
+    def propose(self, views: Any) -> Any:
+        return [Proposal(tuple(view.tokens[-1:]) * (view.max_draft + 1)) for view in views]
+
+
+class TestTooLong(DrafterConformance):
+    def make(self, model: ModelSpec) -> Drafter:
+        return TooLong(ToyModel().generate)
+
+
+class MixesUp(ToyOracle):
+    """One memory for all sequences."""
+
+    def propose(self, views: Any) -> Any:
+        out = []
+        for view in views:
+            out.append(Proposal(self.last[: view.max_draft]))
+            self.last = tuple(view.tokens[-2:])
+        return out
+
+    last: tuple[int, ...] = ()
+
+
+class TestMixesUp(DrafterConformance):
+    def make(self, model: ModelSpec) -> Drafter:
+        return MixesUp(ToyModel().generate)
+
+
+class Constraint(ConstraintConformance):
+    matcher_class: type[_ToyMatcher] = _ToyMatcher
+
+    def make(self, tokenizer: Tokenizer) -> ConstraintEngine:
+        matcher_class = self.matcher_class
+
+        class Wrong(_ToyCompiled):
+            def start(self) -> Any:
+                return matcher_class(self)
+
+        class Engine(ToyConstraint):
+            def compile(self, grammar: Grammar) -> Any:
+                right = super().compile(grammar)
+                assert isinstance(right, _ToyCompiled)
+                return Wrong(right.token_bytes, right.eos_ids, right.automaton)
+
+        return Engine(tokenizer)
+
+    def cases(self) -> list[tuple[Grammar, list[str], list[str]]]:
+        return [
+            (Grammar("choice", '["yes", "yesterday", "no"]'), ["yes", "no"], ["ye"]),
+            (Grammar("charset", "abc{2,5}"), ["ab", "ccccc"], ["a"]),
+        ]
+
+
+class NotRolledBack(_ToyMatcher):
+    def rollback(self, n: int) -> None:
+        super().rollback(max(0, n - 1))
+
+
+class TestNotRolledBack(Constraint):
+    matcher_class = NotRolledBack
+
+
+class EndsAnywhere(_ToyMatcher):
+    def fill(self, bits: Any) -> None:
+        super().fill(bits)
+        bits[8] |= 1
+
+
+class TestEndsAnywhere(Constraint):
+    matcher_class = EndsAnywhere
+
+
+class KeepsOldBits(_ToyMatcher):
+    def fill(self, bits: Any) -> None:
+        old = bits.copy()
+        super().fill(bits)
+        bits |= old
+
+
+class TestKeepsOldBits(Constraint):
+    matcher_class = KeepsOldBits
+
+
+class PathMoves(_ToyMatcher):
+    def fill_path(self, drafts: Any, bits: Any) -> int:
+        rows = super().fill_path(drafts, bits)
+        if drafts:
+            self.accept(drafts[0])
+        return rows
+
+
+class TestPathMoves(Constraint):
+    matcher_class = PathMoves
+
+
+class Reversed(ToyStore):
+    def get(self, keys: Any) -> Any:
+        return super().get(keys)[::-1]
+
+
+class TestReversed(StoreConformance):
+    def make(self) -> Store:
+        return Reversed()
+
+
+class Immortal(ToyStore):
+    def put(self, items: Any, ttl_s: float) -> int:
+        return super().put(items, 1e9)
+
+
+class TestImmortal(StoreConformance):
+    def make(self) -> Store:
+        return Immortal()
+
+
+class DropsRows(ToyStrategy):
+    def split(self, plan: Any) -> Any:
+        return [rows[:3] for rows in super().split(plan)]
+
+
+class TestDropsRows(StrategyConformance):
+    def make(self) -> Strategy:
+        return DropsRows()
+
+
+class Fragile(ToyObserver):
+    def on_finish(self, stats: Any) -> None:
+        self.rate = stats.usage.completion_tokens / stats.timings.decode_tokens_per_s
+
+
+class TestFragile(ObserverConformance):
+    def make(self) -> Observer:
+        return Fragile()
+
+
+class TwoBos(ToyTokenizer):
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        return [257] * add_bos + super().encode(text, add_bos=False, parse_special=parse_special)
+
+
+class TestTwoBos(TokenizerConformance):
+    def make(self) -> Tokenizer:
+        return TwoBos()
