@@ -84,7 +84,7 @@ class TextStream:
             if stop is not None:
                 text = self._held + new[: i + 1]
                 self._keep(text, len(text) - len(stop))
-                self.stopped, self._held, self._pending = stop, "", b""
+                self.stopped = stop
                 return True
         text = self._held + new
         self._state = state
