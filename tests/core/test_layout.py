@@ -30,6 +30,7 @@ ENVIRONMENT_EXCEPTIONS = {
     # (path or folder, variable; "?" = one that only the run knows): why
     ("core/headrace/options.py", "?"): "the secrets of a config: {env = NAME}",
     ("backends/gguf/", "OMP_WAIT_POLICY"): "the OpenMP runtime reads it when llama.cpp is loaded",
+    ("backends/gguf/", "GGML_NO_BACKTRACE"): "ggml reads it: the trial process is to end without starting a debugger",
 }
 
 BACKEND_IMPORTS = {

@@ -41,14 +41,12 @@ _CODES = {1: "no KV slot for the batch", 2: "interrupted", -1: "invalid batch"}
 class _Step:
     """One step between forward and collect."""
 
-    __slots__ = ("all_rows", "plan", "result", "rows")
+    __slots__ = ("plan", "result", "rows")
 
-    def __init__(self, plan: StepPlan, all_rows: list[NDArray[np.float32]], rows: list[NDArray[np.float32]]) -> None:
+    def __init__(self, plan: StepPlan, rows: list[NDArray[np.float32]]) -> None:
         self.plan = plan
-        self.all_rows = all_rows
-        """[vocab] logits of every marked token, in batch order."""
         self.rows = rows
-        """Those of the sampled positions."""
+        """[vocab] logits of the sampled positions, in plan order. llama.cpp's own, valid until the next forward."""
         self.result: StepResult | None = None
 
 
@@ -190,7 +188,7 @@ class GGUFExecutor(Executor):
             self._apply_all(context, plan)
         n_tokens = len(plan.tokens)
         if n_tokens == 0:
-            return _Step(plan, [], [])
+            return _Step(plan, [])
         if (self._lengths[plan.slot] != plan.start).any():
             # llama.cpp takes a hole at the start of a slot without a word
             bad = np.flatnonzero(self._lengths[plan.slot] != plan.start).tolist()
@@ -207,8 +205,8 @@ class GGUFExecutor(Executor):
             for slot in plan.slot.tolist():
                 self._lengths[slot] = context.n_tokens(slot)
             raise self._failed(code, self._culprits(plan) if code == -1 else ())
-        all_rows = context.logits(n_outputs) if n_outputs else []
-        return _Step(plan, all_rows, all_rows if sampled is None else [all_rows[i] for i in sampled])
+        rows = context.logits(n_outputs) if n_outputs else []
+        return _Step(plan, rows if sampled is None else [rows[i] for i in sampled])
 
     def _apply_all(self, context: Context, plan: StepPlan) -> None:
         """Apply every operation, even after one was refused: the others are not told again."""
@@ -288,13 +286,13 @@ class GGUFExecutor(Executor):
         from headrace.sampling import prompt_logprobs
 
         plan, wanted, taken = step.plan, [], 0
+        block = self._open_context().logits_block
         for row in range(len(plan.seq)):
-            length = int(plan.length[row])
-            if plan.wants[row] & WANT_PROMPT_LOGPROBS:
-                wanted.append((row, np.stack(step.all_rows[taken : taken + length])))
-                taken += length
-            elif plan.sample[row]:
-                taken += 1 + int(plan.n_draft[row])
+            n_outputs = 1 + int(plan.n_draft[row]) if plan.sample[row] else 0
+            if block is not None and plan.wants[row] & WANT_PROMPT_LOGPROBS:
+                n_outputs = int(plan.length[row])
+                wanted.append((row, block[taken : taken + n_outputs]))
+            taken += n_outputs
         return prompt_logprobs(plan, wanted) if wanted else None
 
     def collect(self, step: _Step) -> StepResult:

@@ -269,7 +269,9 @@ class Context:
         self._decode = c.llama_decode
         self._seq_rm = c.llama_memory_seq_rm
         self._logits_address = self.library.logits_address
-        self._rows: tuple[int, int, list[NDArray[np.float32]]] = (0, 0, [])
+        self._rows: tuple[int, list[NDArray[np.float32]]] = (0, [])
+        self.logits_block: NDArray[np.float32] | None = None
+        """[rows, vocab] float32: what `logits` gives the rows of."""
         self._allocate(params.n_batch)
 
     def _allocate(self, n: int) -> None:
@@ -298,7 +300,7 @@ class Context:
     def close(self) -> None:
         """Free buffers. Idempotent."""
         handle, self.handle = self.handle, None
-        self._rows = (0, 0, [])
+        self._rows, self.logits_block = (0, []), None
         if handle:
             self.library.c.llama_free(handle)
 
@@ -313,13 +315,14 @@ class Context:
         llama.cpp's own buffer: writable, valid until the next decode."""
         import numpy as np
 
-        address = self._logits_address(self.handle)
-        if (address, n_rows) != self._rows[:2]:
+        address, rows = self._logits_address(self.handle), self._rows[1]
+        if address != self._rows[0] or n_rows != len(rows):
             if not address:
                 raise DeviceError("HR-GGUF-25", "llama.cpp returned no logits", "report this with the model's name")
             flat = (ctypes.c_float * (n_rows * self.model.n_vocab)).from_address(address)
-            self._rows = (address, n_rows, list(np.ctypeslib.as_array(flat).reshape(n_rows, self.model.n_vocab)))
-        return self._rows[2]
+            self.logits_block = np.ctypeslib.as_array(flat).reshape(n_rows, self.model.n_vocab)
+            self._rows = (address, list(self.logits_block))
+        return self._rows[1]
 
     def interrupt(self) -> None:
         self._flag[0] = b"\1"

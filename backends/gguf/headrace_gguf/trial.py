@@ -25,6 +25,7 @@ REFUSED = 3
 """Exit code: llama.cpp refuses the model with an error, as it will again in the caller's process."""
 SLOWEST_BYTES_PER_S = 20 << 20
 PATIENCE_S = 60
+_START = "import sys; sys.path[:] = sys.argv[2:]; from headrace_gguf.trial import main; sys.exit(main(sys.argv[1]))"
 
 
 def try_load(facts: GGUFFacts, params: ContextParams, gpu_layers: int) -> None:
@@ -33,11 +34,10 @@ def try_load(facts: GGUFFacts, params: ContextParams, gpu_layers: int) -> None:
     done = _remembered(facts, job)
     if done.exists():
         return
-    env = os.environ | {"GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-m", "headrace_gguf.trial", job]
+    command = [sys.executable, "-P", "-c", _START, job, *sys.path]
     try:
         run = subprocess.run(
-            command, env=env, capture_output=True, stdin=subprocess.DEVNULL,
+            command, capture_output=True, stdin=subprocess.DEVNULL,
             timeout=PATIENCE_S + facts.size_bytes / SLOWEST_BYTES_PER_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -81,6 +81,7 @@ def main(job: str) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, OSError, ValueError):
         pass  # a core file is a nuisance, not a fault
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # else a failed assertion starts a debugger
     asked = json.loads(job)
     params = asked["params"] | {"n_slots": 1, "slot_tokens": 256, "n_threads": 1, "n_threads_batch": 1}
     try:
@@ -101,7 +102,3 @@ def main(job: str) -> int:
         if context.decode(n) != 0:
             return REFUSED
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
