@@ -106,9 +106,7 @@ class Handle:
         return self._output()
 
     def _output(self) -> Output:
-        if self._error is not None and self._seqs is None:
-            raise self._error
-        if self._error is not None and any(seq.finish_reason is None for seq in self._seqs or ()):
+        if self._error is not None:
             raise self._error
         assert self._seqs is not None
         return build_output(self._seqs, self._runner.tokenizer, self.prompt)
@@ -180,11 +178,11 @@ class Handle:
 
     def _exhausted(self) -> bool:
         """True after the last chunk; raises what ended the request if that was an error."""
-        seqs = self._seqs or ()
-        if self._error is None and not (seqs and all(cursor[2] for cursor in self._cursors)):
-            return False
-        if self._error is not None and not (seqs and all(cursor[2] for cursor in self._cursors)):
+        if self._error is not None:
             raise self._error
+        seqs = self._seqs or ()
+        if not seqs or not all(cursor[2] for cursor in self._cursors):
+            return False
         failed = next((seq.error for seq in seqs if seq.error is not None), None)
         if failed is not None:
             raise failed
@@ -349,6 +347,7 @@ class Runner:
                 "create a new LLM; the traceback is in the log, please report it",
             )
             self._ended.__cause__ = error
+            self._fail_all(self._ended)  # before closing the engine, which would call it an abort
         finally:
             self._leave()
 
@@ -413,18 +412,19 @@ class Runner:
                 close()
             except Exception:
                 log.warning("closing the engine failed", exc_info=True)
-        for ref in list(self._live.values()):
-            handle = ref()
-            if handle is not None:
-                handle._fail(self._ended)
+        self._fail_all(self._ended)
         self._live.clear()
+        atexit.unregister(self._at_exit)
+
+    def _fail_all(self, error: BaseException) -> None:
+        waiting = []
         while not self._inbox.empty():
             what, about = self._inbox.get()
-            for ref in about if what == "add" else ():
-                handle = ref()
-                if handle is not None:
-                    handle._fail(self._ended)
-        atexit.unregister(self._at_exit)
+            waiting += about if what == "add" else ()
+        for ref in [*self._live.values(), *waiting]:
+            handle = ref()
+            if handle is not None:
+                handle._fail(error)
 
 
 def _leave(ref: weakref.ref[Runner]) -> None:
