@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace import noise, sampling
+from headrace import filters, noise, sampling
 from headrace.filters import best, survivors, top
 from headrace.types import (
     DEFAULT_SEED,
@@ -278,6 +278,17 @@ def test_typical_p_drops_the_best_token_when_it_is_too_predictable() -> None:
     assert both.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("n", [4, 4096])
+def test_a_token_stays_if_the_mass_before_it_equals_top_p(n: int) -> None:
+    flat = np.zeros(n, np.float32)
+    kept = survivors(flat, np.float32(1), 0, 0.5, 0.0, 1.0)
+    assert kept is not None
+    assert kept.tolist() == list(range(n // 2 + 1))
+    # the same at the edge of two sorting buckets
+    rank = np.repeat(np.array([0, 1], np.float32), n)
+    assert filters._prefix(rank, np.float32(1), np.ones(2 * n, np.float32), n).tolist() == list(range(n + 1))
+
+
 @pytest.mark.parametrize("n", [5, 900, 6000])
 def test_top_takes_lower_ids_on_ties(n: int) -> None:
     values = np.random.default_rng(n).integers(-9, 9, n).astype(np.float32)
@@ -352,6 +363,18 @@ def test_a_likely_token_with_a_bad_draw_loses() -> None:
     bits = np.full(2000, int(0.002 * 2**32), np.uint32)
     bits[0] = 2**32 - 1
     assert sampling._winner(z, bits) == 1
+
+
+@pytest.mark.parametrize(("likely", "unlikely"), [(0.3, 0.6), (0.004, 0.009), (0.0004, 0.0008)])
+def test_thresholds_let_every_token_through_that_can_reach_the_bound(likely: float, unlikely: float) -> None:
+    """Two scores just above the first bound; the better one belongs to an unlikely token."""
+    z = np.full(2000, -8.0, np.float32)
+    z[0] = 0.0
+    bound = math.log(1 + 1999 * math.exp(-8.0)) - 2.0
+    bits = np.full(2000, 2**31, np.uint32)
+    for token, score in ((0, bound + likely), (1234, bound + unlikely)):
+        bits[token] = int(-math.expm1(-math.exp(z[token] - score)) * 2**32)
+    assert sampling._winner(z, bits) == 1234
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}, {"temperature": 0.0}])
