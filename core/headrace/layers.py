@@ -6,6 +6,7 @@ since the old keys were options of the old plugin.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -74,7 +75,7 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def file_tree(path: str | Path) -> Tree:
+def file_tree(path: str | os.PathLike[str]) -> Tree:
     """Read a TOML file and everything that it extends. ConfigError: missing, unreadable, bad TOML, a cycle."""
     return _read(Path(path).expanduser(), None, ())
 
