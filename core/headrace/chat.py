@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, RequestError
-from headrace.llm import LLM, Params, prefixed
+from headrace.llm import LLM, Job, Params, prefixed
 from headrace.runner import Handle
 from headrace.types import Chunk, Output
 
@@ -130,7 +130,7 @@ class Chat:
     def stream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
         """The answer's chunks as they come, sync or async. Dropping the answer stops it."""
         answer = Answer(self, text, prefill)
-        answer._handle = self.llm.start(*self._request(answer, params))
+        answer._handle = self.llm.start(self._job(answer, params))
         return answer
 
     async def aask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
@@ -138,7 +138,7 @@ class Chat:
 
     async def astream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
         answer = Answer(self, text, prefill)
-        answer._handle = await self.llm.astart(*self._request(answer, params))
+        answer._handle = await self.llm.astart(self._job(answer, params))
         return answer
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Chat:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _request(self, answer: Answer, params: Params | None) -> tuple[Any, str | None]:
+    def _job(self, answer: Answer, params: Params | None) -> Job:
         messages = [*self._messages(self._latest()), answer.message]
         prompt, ids = self._format.prompt(messages, answer.prefill, self.arguments)
         return self.llm.request(ids, self.llm.resolve(params), prompt)

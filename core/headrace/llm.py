@@ -8,12 +8,11 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, overload
 
 from headrace.admission import admit_request
@@ -33,6 +32,27 @@ Params = SamplingParams | Mapping[str, Any]
 BUSY_RETRY_S = 0.02
 """How often a batch looks for room in a queue that others fill."""
 REFRESH_S = 0.1
+
+
+Job = tuple[Request, str | None]
+"""A checked request and the text of its prompt, if it has one."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a batch has finished so far."""
+
+    n_done: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, output: Output) -> None:
+        self.n_done += 1
+        self.prompt_tokens += output.usage.prompt_tokens
+        self.completion_tokens += output.usage.completion_tokens
+
+
+Show = Callable[[Seq[Handle], Tally], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +150,28 @@ class LLM:
         Every prompt is checked before any work starts: RequestError names the index. A failure later is in that
         Output's `error` and touches no other. More prompts than the queue holds are fed as room comes.
         """
-        single, requests = self._requests(prompts, params)
-        with _display(progress, single) as show:
-            outputs = _drive(self._batch(requests, show), REFRESH_S if show is not None else None)
-        outputs = [self._echoed(output) for output in outputs] if echo else outputs
-        return outputs[0] if single else outputs
+        single, jobs = self._jobs(prompts, params)
+        outputs: dict[int, Output] = {}
+        self.run(
+            jobs, outputs.__setitem__, progress=not single and sys.stderr.isatty() if progress is None else progress
+        )
+        return self._ordered(outputs, single, echo)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None = None, *, echo: bool = False
     ) -> Any:
         """`generate` without blocking the event loop; cancelling the task cancels its requests."""
-        single, requests = self._requests(prompts, params)
-        outputs = await _adrive(self._batch(requests, None))
-        outputs = [self._echoed(output) for output in outputs] if echo else outputs
-        return outputs[0] if single else outputs
+        single, jobs = self._jobs(prompts, params)
+        outputs: dict[int, Output] = {}
+        await _adrive(self._feed(iter(jobs), outputs.__setitem__, None))
+        return self._ordered(outputs, single, echo)
+
+    def run(self, jobs: Iterable[Job], done: Callable[[int, Output], object], *, progress: bool = False) -> None:
+        """Run jobs (made by `request`) taken from an iterable as room comes; done(i, output) is called as each ends, in
+        this thread. For work that is too large to hold. An exception, ^C too, cancels what is under way."""
+        n_total = len(jobs) if isinstance(jobs, Sized) else None
+        with _display(progress, n_total) as show:
+            _drive(self._feed(iter(jobs), done, show), REFRESH_S if show is not None else None)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Handle:
         """Start one request and return its chunks as they come: `for chunk in llm.stream("Hi"): ...`.
@@ -151,13 +179,13 @@ class LLM:
         Also `async for`, `with`, `.result()` and `.cancel()`. Dropping it cancels the request. Raises RequestError or
         Busy here, not at the first chunk.
         """
-        _, ((request, text),) = self._requests(_one(prompt), params)
-        return self._runner.submit(request, text, owner=self)
+        _, (job,) = self._jobs(_one(prompt), params)
+        return self.start(job)
 
     async def astream(self, prompt: Prompt, params: Params | None = None) -> Handle:
         """`async for chunk in await llm.astream("Hi")`."""
-        _, ((request, text),) = self._requests(_one(prompt), params)
-        return await self._runner.asubmit(request, text, owner=self)
+        _, (job,) = self._jobs(_one(prompt), params)
+        return await self.astart(job)
 
     # --- lifetime --------------------------------------------------------------------------------------------------
 
@@ -192,35 +220,31 @@ class LLM:
             params = replace(params, max_tokens=max(configured["max_tokens"], params.min_tokens))
         return params.resolved(configured, self.pipeline.sampling_defaults)
 
-    def _requests(
-        self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None
-    ) -> tuple[bool, list[tuple[Request, str | None]]]:
-        """(one prompt only, checked requests with their prompt texts)."""
+    def _jobs(self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None) -> tuple[bool, list[Job]]:
+        """(one prompt only, its or their checked jobs)."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], (str, Seq)))
-        jobs: Seq[Any] = [prompts] if single else prompts
+        several: Seq[Any] = [prompts] if single else prompts
         if params is None or isinstance(params, (SamplingParams, Mapping)):
-            resolved = [self.resolve(params)] * len(jobs)
-        elif len(params) != len(jobs):
+            resolved = [self.resolve(params)] * len(several)
+        elif len(params) != len(several):
             raise RequestError(
                 "HR-REQUEST-11",
-                f"{len(jobs)} prompts, but {len(params)} params",
+                f"{len(several)} prompts, but {len(params)} params",
                 "give one SamplingParams for all prompts, or a list with one for each",
             )
         else:
             resolved = [self.resolve(each) for each in params]
-        requests = []
-        for i, (prompt, each) in enumerate(zip(jobs, resolved, strict=True)):
+        jobs = []
+        for i, (prompt, each) in enumerate(zip(several, resolved, strict=True)):
             try:
-                requests.append(self.request(prompt, each))
+                jobs.append(self.request(prompt, each))
             except HeadraceError as error:
                 if single:
                     raise
                 raise type(error)(error.code, f"prompt {i}: {error.message}", error.help) from error
-        return single, requests
+        return single, jobs
 
-    def request(
-        self, prompt: Prompt, params: SamplingParams, text: str | None = None, **fields: Any
-    ) -> tuple[Request, str | None]:
+    def request(self, prompt: Prompt, params: SamplingParams, text: str | None = None, **fields: Any) -> Job:
         """A checked request and its prompt text. params must be resolved; fields are those of `Request`."""
         if isinstance(prompt, str):
             text = prompt
@@ -244,51 +268,60 @@ class LLM:
         admit_request(request, engine.executor, engine.kv, engine.constraints)
         return request, text
 
-    def start(self, request: Request, text: str | None) -> Handle:
-        """Run a request made by `request`."""
-        return self._runner.submit(request, text, owner=self)
+    def start(self, job: Job) -> Handle:
+        """Run a job made by `request`."""
+        return self._runner.submit(*job, owner=self)
 
-    async def astart(self, request: Request, text: str | None) -> Handle:
-        return await self._runner.asubmit(request, text, owner=self)
+    async def astart(self, job: Job) -> Handle:
+        return await self._runner.asubmit(*job, owner=self)
 
-    def _echoed(self, output: Output) -> Output:
+    def echoed(self, output: Output) -> Output:
+        """The output with its prompt in front."""
         prompt = output.prompt if output.prompt is not None else self.detokenize(output.prompt_token_ids)
         return prefixed(output, prompt, output.prompt_token_ids)
 
+    def _ordered(self, outputs: Mapping[int, Output], single: bool, echo: bool) -> Any:
+        ordered = [self.echoed(outputs[i]) if echo else outputs[i] for i in range(len(outputs))]
+        return ordered[0] if single else ordered
+
     # --- batches ---------------------------------------------------------------------------------------------------
 
-    def _batch(
-        self, requests: list[tuple[Request, str | None]], show: Show | None
-    ) -> Generator[_Wait, None, list[Output]]:
-        """Feed requests and collect outputs (the generator's return value). Yields when it must wait."""
-        outputs: list[Any] = [None] * len(requests)
-        todo = deque(range(len(requests)))
-        window = max(1, min(self.pipeline.config.engine.max_waiting, 4 * self.pipeline.config.engine.max_sequences))
-        live: dict[int, Handle] = {}
+    def _feed(
+        self, jobs: Iterator[Job], done: Callable[[int, Output], object], show: Show | None
+    ) -> Generator[_Wait, None, None]:
+        """Keep the engine supplied with jobs; yields when it must wait."""
+        engine = self.pipeline.config.engine
+        window = max(1, min(engine.max_waiting, 4 * engine.max_sequences))
+        numbered = enumerate(jobs)
+        refused: list[tuple[int, Job]] = []
+        live: dict[int, tuple[Job, Handle]] = {}
+        tally = Tally()
         try:
-            while todo or live:
-                n_free = min(window - len(live), len(todo))
-                batch = [todo.popleft() for _ in range(n_free)]
-                if batch:
-                    fresh = self._runner.enqueue([requests[i] for i in batch], owner=self)
-                    live |= zip(batch, fresh, strict=True)
-                if not any(handle.done for handle in live.values()):
-                    yield _Wait(list(live.values()))
-                refused = []
-                for i, handle in [(i, handle) for i, handle in live.items() if handle.done]:
+            while True:
+                batch, refused = refused, []
+                batch += islice(numbered, max(0, window - len(live) - len(batch)))
+                handles = self._runner.enqueue([job for _, job in batch], owner=self)
+                live |= {i: (job, handle) for (i, job), handle in zip(batch, handles, strict=True)}
+                if not live:
+                    return
+                under_way = [handle for _, handle in live.values()]
+                if not any(handle.done for handle in under_way):
+                    yield _Wait(under_way)
+                for i, (job, handle) in [item for item in live.items() if item[1][1].done]:
                     del live[i]
                     if isinstance(handle._error, Busy):
-                        refused.append(i)
+                        refused.append((i, job))
                     else:
-                        outputs[i] = self._outcome(handle)
+                        output = self._outcome(handle)
+                        tally.add(output)
+                        done(i, output)
+                under_way = [handle for _, handle in live.values()]
                 if show is not None:
-                    show(list(live.values()), outputs)
+                    show(under_way, tally)
                 if refused:
-                    todo.extendleft(reversed(refused))
-                    yield _Wait(list(live.values()), BUSY_RETRY_S)
-            return outputs
+                    yield _Wait(under_way, BUSY_RETRY_S)
         finally:
-            for handle in live.values():
+            for _, handle in live.values():
                 handle.cancel()
 
     def _outcome(self, handle: Handle) -> Output:
@@ -377,7 +410,7 @@ def _plain_int(token: Any) -> Any:
 # --- drivers: the same batch, blocking and async ---------------------------------------------------------------------
 
 
-def _drive(batch: Generator[_Wait, None, list[Output]], refresh_s: float | None) -> list[Output]:
+def _drive(feed: Generator[_Wait, None, None], refresh_s: float | None) -> None:
     event = threading.Event()
     armed: set[str] = set()
 
@@ -386,21 +419,18 @@ def _drive(batch: Generator[_Wait, None, list[Output]], refresh_s: float | None)
         event.set()
 
     try:
-        while True:
-            pause = next(batch)
+        for pause in feed:
             event.clear()
             _arm(pause.handles, armed, fire)
             if pause.timeout_s is not None:
                 event.wait(pause.timeout_s)
             elif not any(handle.done for handle in pause.handles):
                 event.wait(refresh_s)
-    except StopIteration as stop:
-        return stop.value
     finally:
-        batch.close()
+        feed.close()
 
 
-async def _adrive(batch: Generator[_Wait, None, list[Output]]) -> list[Output]:
+async def _adrive(feed: Generator[_Wait, None, None]) -> None:
     import asyncio
 
     event, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -411,17 +441,14 @@ async def _adrive(batch: Generator[_Wait, None, list[Output]]) -> list[Output]:
         wake_loop(loop, event)
 
     try:
-        while True:
-            pause = next(batch)
+        for pause in feed:
             event.clear()
             _arm(pause.handles, armed, fire)
             if pause.timeout_s is not None or not any(handle.done for handle in pause.handles):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), pause.timeout_s)
-    except StopIteration as stop:
-        return stop.value
     finally:
-        batch.close()
+        feed.close()
 
 
 def _arm(handles: Seq[Handle], armed: set[str], fire: Callable[[str], None]) -> None:
@@ -435,14 +462,10 @@ def _arm(handles: Seq[Handle], armed: set[str], fire: Callable[[str], None]) -> 
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
-Show = Callable[[Seq[Handle], Seq[Any]], None]
-
 
 @contextlib.contextmanager
-def _display(progress: bool | None, single: bool) -> Iterator[Show | None]:
+def _display(progress: bool, n_total: int | None) -> Iterator[Show | None]:
     """A bar on stderr: prompts done, prefill and decode tokens per second."""
-    if progress is None:
-        progress = not single and sys.stderr.isatty()
     if not progress:
         yield None
         return
@@ -451,15 +474,14 @@ def _display(progress: bool | None, single: bool) -> Iterator[Show | None]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=n_total)
         started = time.perf_counter()
 
-        def show(live: Seq[Handle], outputs: Seq[Any]) -> None:
-            ended = [output for output in outputs if output is not None]
+        def show(live: Seq[Handle], tally: Tally) -> None:
             seconds = max(time.perf_counter() - started, 1e-6)
-            n_prefilled = sum(h.n_prefilled for h in live) + sum(out.usage.prompt_tokens for out in ended)
-            n_decoded = sum(h.n_generated for h in live) + sum(out.usage.completion_tokens for out in ended)
-            rates = f"prefill {n_prefilled / seconds:,.0f} tok/s · decode {n_decoded / seconds:,.1f} tok/s"
-            bar.update(task, total=len(outputs), completed=len(ended), description=rates)
+            prefill = (tally.prompt_tokens + sum(handle.n_prefilled for handle in live)) / seconds
+            decode = (tally.completion_tokens + sum(handle.n_generated for handle in live)) / seconds
+            rates = f"prefill {prefill:,.0f} tok/s · decode {decode:,.1f} tok/s"
+            bar.update(task, completed=tally.n_done, description=rates)
 
         yield show
