@@ -13,7 +13,8 @@ The last three measure the same distribution and a token must pass each of them,
 the best token always stays. Off: top_k 0, top_p 1, min_p 0, typical_p 1. (top_p is thus not renormalised after top_k;
 same as the joint mode of SGLang and FlashInfer, and DeepInfer.)
 
-Masses are float64 sums of float32 exponentials.
+Masses are float64 sums of float32 exponentials; numpy's exponential may differ in its last bit between processors, so a
+token whose mass ends exactly on a threshold may be in on one machine and out on another.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ Polynomial and split of ln 2: Cephes `logf` (S. L. Moshier, netlib.org/cephes); 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -171,3 +172,28 @@ def _log_tail(exponent: NDArray[np.float32], f: NDArray[np.float32]) -> NDArray[
     p += f
     p += exponent * _LN2_HI
     return p
+
+
+def race(z: NDArray[np.float32], bits: NDArray[np.uint32]) -> int:
+    """Index of the largest z + gumbel(bits), lowest on ties, without the logarithms of tokens that can't win.
+
+    The largest score lies around log(sum(exp(z))). With a guess `bound` below that, only tokens with
+    v <= exp(z - bound) can reach it (see above), about exp(margin) of them; if one of those does reach it, the
+    best of them has won, else the guess was too high. `slack` covers every rounding: float32 z, exp and logarithms.
+    """
+    largest = float(z.max())
+    most = np.exp(z - z.max())
+    total = float(most.sum(dtype=np.float64))
+    slack = 1e-4 + (abs(largest) + 64.0) * 2.0**-20
+    r = bits.astype(np.float32)
+    rounds = ((2.0, 2.0**32 * math.exp(2.0 + slack) / total), (6.0, math.exp(4.0))) if slack < 10.0 else ()
+    for margin, factor in rounds:
+        bound = largest + math.log(total) - margin
+        most *= np.float32(factor)
+        some = np.flatnonzero(r <= most)
+        if some.size:
+            scores = z[some] + gumbel(bits[some])
+            at = int(scores.argmax())
+            if scores[at] >= bound:
+                return int(some[at])
+    return int((z + gumbel(bits)).argmax())
