@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from headrace.config import Options
 from headrace.contracts import Drafter
+from headrace.options import Options
 from headrace.types import DraftView, ModelSpec, Proposal
 from pydantic import Field, model_validator
 
@@ -18,9 +18,12 @@ NOTHING = Proposal()
 
 
 class NGramOptions(Options):
-    max_draft: int = Field(4, ge=1, le=64, description="Most tokens drafted per step.")
-    min_match: int = Field(2, ge=1, le=16, description="Shortest suffix that may be looked up, in tokens.")
-    max_match: int = Field(4, ge=1, le=16, description="Longest suffix that is looked up; longer ones are tried first.")
+    max_draft: int = Field(4, ge=1, le=64)
+    """Most tokens drafted per step."""
+    min_match: int = Field(2, ge=1, le=16)
+    """Shortest suffix that may be looked up, in tokens."""
+    max_match: int = Field(4, ge=1, le=16)
+    """Longest suffix that is looked up; longer ones are tried first."""
 
     @model_validator(mode="after")
     def _ordered(self) -> NGramOptions:

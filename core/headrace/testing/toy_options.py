@@ -6,14 +6,21 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.config import Options
+from headrace.options import Options
 
 
 class ToyOptions(Options):
-    kv: Literal["paged", "slots"] | None = Field(None, description="How KV is kept; default paged.")
-    blocks: int | None = Field(None, ge=1, description="Number of KV blocks (paged); default 16384 tokens' worth.")
-    block_tokens: int | None = Field(None, ge=1, description="Tokens per block (paged); default: engine.block_tokens.")
-    slots: int | None = Field(None, ge=1, description="Number of slots; default: engine.max_sequences.")
-    slot_tokens: int | None = Field(None, ge=2, description="Tokens per slot; default: the model's context.")
-    partial_trim: bool | None = Field(None, description="Slots accept any trim; false imitates recurrent memory.")
-    fork: bool | None = Field(None, description="Slots can be forked; default true.")
+    kv: Literal["paged", "slots"] | None = Field(None)
+    """How KV is kept; default paged."""
+    blocks: int | None = Field(None, ge=1)
+    """Number of KV blocks (paged); default 16384 tokens' worth."""
+    block_tokens: int | None = Field(None, ge=1)
+    """Tokens per block (paged); default: engine.block_tokens."""
+    slots: int | None = Field(None, ge=1)
+    """Number of slots; default: engine.max_sequences."""
+    slot_tokens: int | None = Field(None, ge=2)
+    """Tokens per slot; default: the model's context."""
+    partial_trim: bool | None = Field(None)
+    """Slots accept any trim; false imitates recurrent memory."""
+    fork: bool | None = Field(None)
+    """Slots can be forked; default true."""

@@ -86,7 +86,7 @@ class PluginConformance:
                 assert callable(target), f"{record.factory} is {target!r}"
 
     def test_options_are_models_with_defaults_and_descriptions(self, records: list[tuple[str, Spec]]) -> None:
-        from headrace.config import Options
+        from headrace.options import Options
 
         for _, record in installed_only(records):
             if record.options is None:
