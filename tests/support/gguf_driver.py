@@ -95,11 +95,13 @@ class Driver:
         result = self.step([Row(slot, start, tokens, wants=WANT_TOKEN | WANT_LOGITS)], ops)
         return np.array(result.arrays["logits"][1][0])
 
-    def generate(self, slot: int, start: int, tokens: list[int], n: int, ops: Iterable[KVOp] = ()) -> list[int]:
+    def generate(
+        self, slot: int, start: int, tokens: list[int], n: int, ops: Iterable[KVOp] = (), seq: int = -1
+    ) -> list[int]:
         """n tokens after `tokens`, one step each."""
         out: list[int] = []
         for _ in range(n):
-            result = self.step([Row(slot, start, tokens)], ops)
+            result = self.step([Row(slot, start, tokens, seq=seq)], ops)
             assert not result.status
             start, tokens, ops = start + len(tokens), result.tokens.tolist(), ()
             out += tokens

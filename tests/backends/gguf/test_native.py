@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import Driver, Row
-from headrace.types import Free, SamplingParams, SparseRows
+from headrace.types import Fork, Free, SamplingParams, SparseRows
 
 pytestmark = pytest.mark.gguf
 
@@ -93,6 +93,25 @@ def test_penalties_count_the_prompt_even_where_it_was_cached(make):
         return driver.generate(0, 0, PROMPT, 8)
 
     assert run(True) == run(False)
+
+
+def test_a_forked_slot_has_its_source_s_history(make):
+    driver = make(temperature=0)
+    # a text that holds what greedy decoding would say next, so that the penalty matters
+    text = PROMPT + driver.generate(0, 0, PROMPT, 20)
+    text += driver.generate(0, 0, text, 1, [Free(0)])
+    driver.params = dict.fromkeys(range(4), SamplingParams(temperature=0, presence_penalty=50.0))
+    expected = driver.generate(0, 0, text, 6, [Free(0)])
+    last = len(text) - 1
+    assert driver.generate(1, last, text[-1:], 6, [Fork(0, 1, last)]) == expected
+
+
+def test_a_cached_prompt_at_a_reused_index_starts_a_chain_anew(make):
+    driver = make()
+    expected = driver.generate(0, 0, PROMPT, 8)
+    driver.step([Row(1, 0, PROMPT[:-1], sample=False)])
+    # one token at a time, like a sequence that goes on, but at another position
+    assert driver.generate(1, 19, PROMPT[-1:], 8, seq=0) == expected
 
 
 def test_mates_and_a_reused_index_do_not_change_a_text(make):
