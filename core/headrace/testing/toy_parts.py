@@ -54,7 +54,7 @@ class ToyOracle(Drafter):
 
     def _draft(self, view: DraftView) -> list[int]:
         n = min(view.max_draft, self.max_draft)
-        draft = [int(token) for token in self.continuation(list(view.tokens), n)] if n > 0 and view.tokens else []
+        draft = [int(token) for token in self.continuation(list(view.tokens), n)] if n > 0 else []
         for j, token in enumerate(draft):
             digest = hashlib.blake2b(f"{self.seed} {len(view.tokens) + j}".encode(), digest_size=8).digest()
             if int.from_bytes(digest[:4], "little") >= self.p * 2**32:
