@@ -172,7 +172,9 @@ class GGUFExecutor(Executor):
         context.clear()
         self._lengths = np.zeros(self._shape.slots, np.int32)
         core = self._options.sampler == "core"
-        self.caps = replace(self.caps, partial_trim=partial_trim, fork=fork, drafts=partial_trim and core)
+        self.caps = replace(
+            self.caps, max_tokens=context.n_batch, partial_trim=partial_trim, fork=fork, drafts=partial_trim and core
+        )
 
     def _open_context(self) -> Context:
         if self._context is None:
@@ -189,6 +191,8 @@ class GGUFExecutor(Executor):
         n_tokens = len(plan.tokens)
         if n_tokens == 0:
             return _Step(plan, [])
+        if n_tokens > context.n_batch:
+            raise StepFailed(f"{n_tokens} tokens in one step, at most {context.n_batch} are allowed")
         if (self._lengths[plan.slot] != plan.start).any():
             # llama.cpp takes a hole at the start of a slot without a word
             bad = np.flatnonzero(self._lengths[plan.slot] != plan.start).tolist()

@@ -265,14 +265,15 @@ class Context:
             )  # fmt: skip
         self.memory = c.llama_get_memory(self.handle)
         self.slot_tokens = int(c.llama_n_ctx(self.handle)) // params.n_slots
-        self.n_batch = params.n_batch
+        # llama.cpp lowers it to the size of the KV, and ends the process when more is decoded at once
+        self.n_batch = min(params.n_batch, int(c.llama_n_batch(self.handle)))
         self._decode = c.llama_decode
         self._seq_rm = c.llama_memory_seq_rm
         self._logits_address = self.library.logits_address
         self._rows: tuple[int, list[NDArray[np.float32]]] = (0, [])
         self.logits_block: NDArray[np.float32] | None = None
         """[rows, vocab] float32: what `logits` gives the rows of."""
-        self._allocate(params.n_batch)
+        self._allocate(self.n_batch)
 
     def _allocate(self, n: int) -> None:
         """The batch: one set of arrays for the context's life, which C reads in place."""

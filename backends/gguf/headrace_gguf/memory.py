@@ -48,7 +48,8 @@ class Shape:
             "kv": f"{self.type_k}/{self.type_v}, {kv_bytes:.0f} bytes per token",
             "gpu layers": "all" if self.gpu_layers < 0 else f"{self.gpu_layers}",
             "flash attention": options.flash_attention,
-            "memory": f"{gib(self.needed_bytes)} needed, {gib(self.available_bytes)} available",
+            "memory": f"{gib(self.needed_bytes)} needed, "
+            + (f"{gib(self.available_bytes)} available" if self.gpu_layers == 0 else "not checked with a GPU"),
             "sampler": options.sampler,
         }
         if facts.native_defaults and options.sampler == "core":
@@ -100,12 +101,14 @@ def resolve(
         slots = next((n for n in AUTO_SLOTS if n <= most and n * context * per_token <= share), 1)
     else:
         slots = options.slots
-    if options.context_tokens == "auto" and needed(slots, context) > available:
+    gpu_layers = (-1 if gpu_offload else 0) if options.gpu_layers == "auto" else options.gpu_layers
+    # what goes to a GPU is not the host's to hold, and llama.cpp itself says when a GPU is full
+    tight = gpu_layers == 0
+    if tight and options.context_tokens == "auto" and needed(slots, context) > available:
         context = largest(slots) or context
-    if needed(slots, context) > available:
+    if tight and needed(slots, context) > available:
         raise _no_room(facts, slots, context, needed(slots, context), available, largest(slots), largest(1))
     threads = machine.physical_cores if options.threads == "auto" else options.threads
-    gpu_layers = (-1 if gpu_offload else 0) if options.gpu_layers == "auto" else options.gpu_layers
     return Shape(
         context_tokens=context,
         slots=slots,

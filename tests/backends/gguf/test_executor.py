@@ -253,6 +253,14 @@ def test_two_models_at_once_and_twice(tiny, opened):
     assert first.generate(0, 0, PROMPT, 3) == expected
 
 
+def test_more_tokens_than_a_batch_holds(tiny, opened):
+    driver = Driver(opened(tiny(), slots=1, batch_tokens=1024))
+    assert driver.executor.caps.max_tokens == 256  # no more than the KV
+    with pytest.raises(StepFailed, match="257 tokens in one step, at most 256"):
+        driver.step([Row(0, 0, [1] * 257)])
+    driver.step([Row(0, 0, [1] * 256)])
+
+
 def test_an_empty_plan_is_legal(driver):
     result = driver.step([])
     assert result.tokens.tolist() == []

@@ -38,6 +38,7 @@ def test_defaults(facts):
     assert (shape.context_tokens, shape.slots, shape.threads, shape.batch_threads) == (4096, 8, 3, 3)
     assert (shape.gpu_layers, shape.batch_tokens, shape.type_k, shape.type_v) == (0, 2048, "f16", "f16")
     assert shape_of(facts, gpu=True).gpu_layers == -1
+    assert shape_of(facts, gpu=True, memory=1000).context_tokens == 4096
     assert shape_of(facts, threads=1, batch_threads=2).batch_threads == 2
 
 
