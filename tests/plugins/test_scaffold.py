@@ -123,7 +123,16 @@ def test_third_party_plugin_in_a_fresh_environment(tmp_path: Path) -> None:
     lines = [f"import site; site.addsitedir({path!r})\n" for path in _site_packages()]
     Path(own, "borrowed.pth").write_text("".join(lines))
 
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-cache-dir", "install"]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        "install",
+    ]
     installed = run([*pip, "--no-index", "--no-build-isolation", "--no-deps", root], tmp_path)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     assert Path(own, "headrace_fresh", "drafter.py").is_file()
