@@ -30,7 +30,8 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Any
     `prompt(messages, prefill, arguments) -> (text, ids)`, made by the "jinja" dialect.
 
     The template is the argument, else the config's [chat] template, else the one in the model's own metadata. The first
-    two may be a path or the source itself (anything with "{%" or "{{"). Raises RequestError HR-CHAT-01: there is none.
+    two may be a path or the source itself (anything with "{%", "{{" or a line break). Raises RequestError HR-CHAT-01 if
+    there is none.
     """
     from headrace.hooks import DialectSpec
 
@@ -61,7 +62,7 @@ def _find_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[s
 
 
 def _from_user(given: str, where: str) -> tuple[str, str]:
-    if "{%" in given or "{{" in given:
+    if any(mark in given for mark in ("{%", "{{", "\n")):
         return given, f"the {where}"
     try:
         return Path(given).expanduser().read_text("utf-8"), f"the chat template {given}"

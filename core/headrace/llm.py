@@ -215,10 +215,7 @@ class LLM:
             params = SamplingParams()
         elif isinstance(params, Mapping):
             params = params_from(params)
-        configured = self.pipeline.config.sampling
-        if params.max_tokens is None and configured.get("max_tokens") is not None:
-            params = replace(params, max_tokens=max(configured["max_tokens"], params.min_tokens))
-        return params.resolved(configured, self.pipeline.sampling_defaults)
+        return params.resolved(self.pipeline.config.sampling, self.pipeline.sampling_defaults)
 
     def _jobs(self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None) -> tuple[bool, list[Job]]:
         """(one prompt only, its or their checked jobs)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.hooks import BackendSpec, DialectSpec, DrafterSpec, hookimpl
+from headrace.hooks import BackendSpec, CommandSpec, DialectSpec, DrafterSpec, hookimpl
 from headrace.types import ModelSource
 
 headrace_api = 1
@@ -44,6 +44,17 @@ def headrace_dialects() -> Iterable[DialectSpec]:
         summary="chat templates in jinja2, rendered in a bounded sandbox",
         match=("{%", "{{"),
     )
+
+
+@hookimpl
+def headrace_commands() -> Iterable[CommandSpec]:
+    yield CommandSpec(
+        name="run",
+        factory="headrace_plugins.commands.run",
+        summary="complete a prompt, or a file of prompts",
+        order=10,
+    )
+    yield CommandSpec(name="chat", factory="headrace_plugins.commands.chat", summary="talk to a model", order=11)
 
 
 @hookimpl

@@ -1,0 +1,163 @@
+"""`headrace chat`: talk to a model, live on a terminal or line by line in a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import EXIT_INTERRUPT, EXIT_OK, HeadraceError
+from headrace_plugins.commands.model_args import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load,
+    params_of,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from headrace.chat import Answer, Chat
+
+DESCRIPTION = """
+Talk to a model. In a pipe every line of stdin is a message and every answer goes to stdout. ^C stops an answer, and
+leaves the history as it was before it; ^C at the prompt, or twice in an answer, quits.
+"""
+
+COMMANDS = {
+    "/help": "show this",
+    "/reset": "forget the conversation, keep the system message",
+    "/quit": "leave (also ^D, ^C)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("model", nargs="?", metavar="MODEL_OR_CONFIG", help="model path or URI, or a .toml file")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--template", metavar="FILE", help="chat template, instead of the config's or the model's")
+    parser.add_argument("--max-turns", type=int, metavar="N", help="forget what lies further back")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no greeting, no summaries")
+
+
+def run(args: argparse.Namespace) -> int:
+    from headrace.chat import Chat
+
+    if args.model is None and args.config is None:
+        raise usage("no model was given", "headrace chat MODEL, or headrace chat --config FILE")
+    live = sys.stdin.isatty() and sys.stdout.isatty()
+    with load(args, args.model) as llm:
+        chat = Chat(llm, args.system, args.template, max_turns=args.max_turns)
+        if live and not args.quiet:
+            print(f"{llm.pipeline.model.uri} · /help for commands", file=sys.stderr)
+        return _talk(chat, args, _Screen() if live else _Pipe())
+
+
+def _talk(chat: Chat, args: argparse.Namespace, view: _Screen | _Pipe) -> int:
+    params = params_of(args)
+    failed = EXIT_OK
+    while True:
+        try:
+            line = view.read()
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPT
+        if line is None:
+            return failed
+        text = line.strip()
+        if not text:
+            continue
+        if text.startswith("/"):
+            if not _command(chat, text, view):
+                return failed
+            continue
+        try:
+            view.show(_stoppable(chat.stream(text, params)))
+        except KeyboardInterrupt:  # the second one
+            return EXIT_INTERRUPT
+        except HeadraceError as error:
+            print(error, file=sys.stderr)
+            failed = EXIT_OK if view.forgives else error.exit_code
+
+
+def _command(chat: Chat, text: str, view: _Screen | _Pipe) -> bool:
+    """Carry out /command; False quits."""
+    if text == "/quit":
+        return False
+    if text == "/reset":
+        chat.reset()
+        view.say("forgotten")
+    elif text == "/help":
+        view.say("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()))
+    else:
+        view.say(f"unknown command {text.split()[0]}; /help lists them")
+    return True
+
+
+def _stoppable(answer: Answer) -> Iterator[str]:
+    """Pieces of an answer; ^C stops it and says so, a second ^C comes through."""
+    while True:
+        try:
+            chunk = next(answer)
+        except StopIteration:
+            return
+        except KeyboardInterrupt:
+            answer.cancel()
+            yield "".join(rest.text for rest in answer) + "\n[stopped; this turn is forgotten]"
+            return
+        yield chunk.text
+
+
+class _Pipe:
+    """One line of stdin is one message."""
+
+    forgives = False
+
+    def read(self) -> str | None:
+        return sys.stdin.readline() or None
+
+    def show(self, pieces: Iterator[str]) -> None:
+        last = ""
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            last = piece or last
+        if not last.endswith("\n"):
+            print(flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class _Screen:
+    """A terminal: line editing where readline is there, answers as live Markdown."""
+
+    forgives = True
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() history and editing
+        self._console: Any = Console()
+
+    def read(self) -> str | None:
+        try:
+            return input("> ")
+        except EOFError:
+            return None
+
+    def show(self, pieces: Iterator[str]) -> None:
+        from rich.live import Live
+        from rich.markdown import Markdown
+
+        text = ""
+        with Live(console=self._console, refresh_per_second=12, vertical_overflow="visible") as live:
+            for piece in pieces:
+                text += piece
+                live.update(Markdown(text))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, style="dim", highlight=False, markup=False)

@@ -1,0 +1,87 @@
+"""Arguments that `run` and `chat` share: which model, how it samples."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import RequestError
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+    from headrace.llm import LLM
+    from headrace.types import SamplingParams
+
+
+def _seed(text: str) -> int | str:
+    return text if text == "random" else int(text)
+
+
+_SAMPLING: tuple[tuple[str, Any, str, str], ...] = (
+    ("max_tokens", int, "N", "most tokens to generate (default: what the context holds)"),
+    ("temperature", float, "T", "0 is greedy (default: the config's, else the model's own)"),
+    ("top_p", float, "P", "keep the likeliest tokens that hold this much probability"),
+    ("top_k", int, "K", "keep the K likeliest tokens; 0 = all"),
+    ("min_p", float, "P", "keep tokens of at least this share of the likeliest one's probability"),
+    ("seed", _seed, "SEED", 'a number, or "random" (default: a fixed one, so that output repeats)'),
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--config, --set and --backend; the positional model is the command's own."""
+    parser.add_argument("--config", metavar="FILE", help="pipeline file; MODEL_OR_CONFIG may then be left out")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a config key, e.g. engine.max_sequences=4",
+    )
+    parser.add_argument("--backend", metavar="NAME", help="backend to use instead of the best one found")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, kind, metavar, help in _SAMPLING:
+        group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, metavar=metavar, help=help)
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+
+
+def config_of(args: argparse.Namespace, model: str | None) -> Config:
+    """The config that the arguments describe. model: a URI, or a pipeline file; None: --config, or $HEADRACE_CONFIG."""
+    from headrace.config import load_config
+
+    path = args.config
+    if model is not None and path is None and model.endswith(".toml"):
+        path, model = model, None
+    sets = [*args.set, *([f"backend.use={args.backend}"] if args.backend else [])]
+    return load_config(path, model=model, sets=sets)
+
+
+def load(args: argparse.Namespace, model: str | None) -> LLM:
+    from headrace.llm import LLM
+
+    return LLM(config_of(args, model))
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """SamplingParams fields that were given."""
+    given = {name: getattr(args, name) for name, *_ in _SAMPLING if getattr(args, name) is not None}
+    return given | ({"stop": tuple(args.stop)} if args.stop else {})
+
+
+def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
+    from headrace.types import SamplingParams
+
+    return SamplingParams(**sampling_of(args), **{name: value for name, value in more.items() if value is not None})
+
+
+def usage(message: str, help: str) -> RequestError:
+    """An error in how a command was called."""
+    from headrace.errors import EXIT_USAGE
+
+    error = RequestError("HR-USAGE-01", message, help)
+    error.exit_code = EXIT_USAGE
+    return error

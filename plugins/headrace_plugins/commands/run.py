@@ -1,0 +1,221 @@
+"""`headrace run`: one prompt to stdout, or a file of prompts to a file of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import EXIT_INTERRUPT, EXIT_OK
+from headrace_plugins.commands.model_args import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load,
+    params_of,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM, Job
+    from headrace.types import Completion, Output
+
+DESCRIPTION = """
+Complete a prompt and stream the answer to stdout. The prompt is taken from stdin when it is "-", or left out in a pipe.
+If the model or the config has a chat template, the prompt is a user message (--chat is the default); otherwise, and
+with --raw, it is plain text that the model continues.
+
+--batch reads one JSON object per line: {"id"?, "prompt" | "messages" | "prompt_ids", and sampling parameters}. Each
+result is appended to --out as it comes; run the same command again to go on where it stopped. ^C stops in order, a
+second ^C at once.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL_OR_CONFIG [PROMPT]", help="model path or URI, or a .toml file"
+    )
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+    parser.add_argument("--n", type=int, metavar="N", help="number of samples")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", dest="chat", action="store_true", default=None, help="the prompt is a user message")
+    form.add_argument("--raw", dest="chat", action="store_false", help="the prompt is text to continue")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with a chat template")
+    parser.add_argument(
+        "--prefill", default="", metavar="TEXT", help="how the answer is to begin, with a chat template"
+    )
+    parser.add_argument("--echo", action="store_true", help="print the prompt in front")
+    parser.add_argument("--logprobs", type=int, metavar="K", help="K alternatives per token (shown with --json)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no summary on stderr")
+    batch = parser.add_argument_group("batch")
+    batch.add_argument("--batch", metavar="IN", help="JSONL file of requests")
+    batch.add_argument("--out", metavar="OUT", help="JSONL file that results are appended to")
+
+
+def run(args: argparse.Namespace) -> int:
+    model, prompt = _words(args)
+    if args.batch:
+        from headrace_plugins.commands.batch import run_batch
+
+        return run_batch(args, model)
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+        prompt = prompt[:-1] if prompt.endswith("\n") else prompt
+    params = params_of(args, n=args.n, logprobs=args.logprobs)
+    with load(args, model) as llm:
+        job = make_job(llm, args, params, prompt=prompt)
+        return _print_json(llm, args, job) if args.json else _print_text(llm, args, job)
+
+
+def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """(model, prompt) of the positional words; with --config the model may be left out."""
+    words = list(args.words)
+    if bool(args.batch) != bool(args.out):
+        raise usage("--batch and --out belong together", "headrace run MODEL --batch in.jsonl --out out.jsonl")
+    n_prompts = 0 if args.batch else 1
+    has_model = not args.config or len(words) > n_prompts
+    model = words.pop(0) if words and has_model else None
+    if model is None and not args.config and not args.batch:
+        raise usage("no model was given", 'headrace run MODEL "prompt", or headrace run --config FILE "prompt"')
+    if len(words) > n_prompts:
+        raise usage(f"one word too many: {words[-1]!r}", "put quotes around the prompt")
+    if not words and n_prompts and sys.stdin.isatty():
+        raise usage("no prompt was given", "give one, pipe one in, or use `headrace chat` to talk")
+    return model, words[0] if words else None
+
+
+def make_job(
+    llm: LLM,
+    args: argparse.Namespace,
+    params: Any,
+    *,
+    prompt: Any = None,
+    messages: list[Mapping[str, Any]] | None = None,
+) -> Job:
+    """A request for text, token ids or messages, formatted as the arguments say. Raises RequestError."""
+    from headrace.chat import chat_format, has_template
+
+    params = llm.resolve(params)
+    if messages is None and (
+        not isinstance(prompt, str) or not (has_template(llm) if args.chat is None else args.chat)
+    ):
+        return llm.request(prompt, params)
+    if messages is None:
+        if not prompt.strip():
+            return llm.request("", params)  # refused as an empty prompt
+        system = args.system if args.system is not None else llm.pipeline.config.chat.get("system")
+        first = [] if system is None else [{"role": "system", "content": system}]
+        messages = [*first, {"role": "user", "content": prompt}]
+    if not hasattr(args, "chat_format"):
+        args.chat_format = chat_format(llm)
+    text, ids = args.chat_format.prompt(messages, args.prefill)
+    return llm.request(ids, params, text)
+
+
+def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
+    request, text = job
+    handle = llm.start(job)
+    several = request.params.n > 1
+    try:
+        if args.echo and not several:
+            _write(text if text is not None else llm.detokenize(request.prompt_ids))
+        elif args.prefill and not several:
+            _write(args.prefill)
+        if not several:
+            for chunk in handle:
+                _write(chunk.text)
+        output = handle.result()
+        code = EXIT_OK
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one kills
+        handle.cancel()
+        output = handle.result()
+        code = EXIT_INTERRUPT
+    if several:
+        before = (text or "") if args.echo else args.prefill
+        for completion in output.completions:
+            _write(f"--- {completion.index + 1}\n{before}{completion.text}\n")
+    else:
+        _write("" if output.text.endswith("\n") else "\n")
+    if not args.quiet:
+        print(summary(output), file=sys.stderr)
+    if output.error is not None:
+        raise output.error
+    return code
+
+
+def _print_json(llm: LLM, args: argparse.Namespace, job: Job) -> int:
+    handle = llm.start(job)
+    code = EXIT_OK
+    try:
+        output = handle.result()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        handle.cancel()
+        output = handle.result()
+        code = EXIT_INTERRUPT
+    if output.error is not None:
+        raise output.error
+    print(json.dumps(as_json(llm.echoed(output) if args.echo else output), ensure_ascii=False))
+    return code
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def summary(output: Output) -> str:
+    """One line: tokens and speeds."""
+    usage, timings = output.usage, output.timings
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    return (
+        f"[{usage.prompt_tokens} prompt tokens{cached} at {timings.prefill_tokens_per_s:,.1f} tok/s · "
+        f"{usage.completion_tokens} generated at {timings.decode_tokens_per_s:,.1f} tok/s · "
+        f"{timings.total_s:.2f} s · {output.finish_reason}]"
+    )
+
+
+def as_json(output: Output) -> dict[str, Any]:
+    """An output as plain JSON values."""
+    usage, timings = output.usage, output.timings
+    record: dict[str, Any] = {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "completions": [_completion(completion) for completion in output.completions],
+        "prompt": output.prompt,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "total_tokens": usage.total_tokens,
+        },
+        "timings": {name: getattr(timings, name) for name in type(timings).__slots__},
+    }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [entry and _logprob(entry) for entry in output.prompt_logprobs]
+    return record
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        found["logprobs"] = [_logprob(entry) for entry in completion.logprobs]
+    return found
+
+
+def _logprob(entry: Any) -> dict[str, Any]:
+    top = [{"id": id, "text": text, "logprob": value} for id, text, value in entry.top]
+    return {"id": entry.id, "text": entry.text, "logprob": entry.logprob, "top": top}
