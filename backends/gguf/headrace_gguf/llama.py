@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import DeviceError, ModelError
+from headrace.errors import DeviceError, ModelError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 VERSION = "0.3.36"
 """The llama-cpp-python whose structs and calls this module was written for."""
+MAX_TEXT_BYTES = 1 << 30
+"""Lengths are 32 bits in llama.cpp."""
 INSTALL = "pip install 'headrace[gguf]'"
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -202,15 +204,16 @@ class Model:
         return "" if c.llama_model_has_decoder(self.handle) else "the model has no decoder"
 
     def tokenize(self, text: bytes, parse_special: bool) -> list[int]:
+        """Ids of UTF-8 text, nothing added. Raises RequestError for a text beyond 1 GiB."""
         c = self.library.c
+        if len(text) > MAX_TEXT_BYTES:
+            raise RequestError("HR-TOKEN-02", f"a text of {len(text)} bytes is too long to tokenize", "split it")
         size = len(text) + 8
         while True:
             buffer = (ctypes.c_int32 * size)()
             n = c.llama_tokenize(self.vocab, text, len(text), buffer, size, False, parse_special)
             if n >= 0:
                 return buffer[:n]
-            if n == -(2**31):
-                raise ModelError("HR-GGUF-23", f"a text of {len(text)} bytes is too long to tokenize", "split it")
             size = -n
 
     def piece(self, token: int) -> bytes:
