@@ -234,7 +234,7 @@ def load_config(
     config = _config(tree, str(path) if path is not None else None, problems)
     if catalog is not None or problems:
         catalog = catalog or Catalog.load(_names(tree))
-        _check_disabled(config, catalog, problems)
+        check_disabled(config, catalog, problems)
         for choice, kind in config.choices():
             choose(config, choice, kind, catalog, problems)
     raise_problems(problems)
@@ -362,7 +362,8 @@ def _chat(table: ChatTable, tree: Tree, problems: list[HeadraceError]) -> dict[s
     return chat
 
 
-def _check_disabled(config: Config, catalog: Catalog, problems: list[HeadraceError]) -> None:
+def check_disabled(config: Config, catalog: Catalog, problems: list[HeadraceError]) -> None:
+    """Names of [plugins] disable that no plugin has are problems."""
     known = [plugin.name for plugin in catalog.plugins]
     where = str(config.origin.get("plugins.disable", ""))
     problems += [unknown_plugin(name, known, "can't be disabled", where) for name in config.plugins_disable
