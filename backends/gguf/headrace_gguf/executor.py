@@ -71,9 +71,13 @@ class GGUFExecutor(Executor):
         self.caps = Capabilities(
             kv="slots",
             max_rows=shape.slots,
-            max_tokens=shape.batch_tokens,
+            max_tokens=min(shape.batch_tokens, shape.slots * shape.context_tokens),
             blocking_forward=True,
             deterministic=True,
+            # what the metadata suggests; open() finds out
+            partial_trim=not facts.recurrent,
+            fork=not facts.recurrent and shape.slots > 1,
+            drafts=not facts.recurrent and core,
             logprobs=core,
             masks=True,
             refuses={} if core else native.REFUSES,

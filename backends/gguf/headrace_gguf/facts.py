@@ -50,6 +50,8 @@ _ENCODERS = (
     "gemma-embedding", "llama-embed", "t5encoder", "clip", "wavtokenizer-dec",
 )  # fmt: skip
 """Architectures that don't generate text."""
+_RECURRENT = ("ssm", "shortconv", "wkv", "kda")
+"""Groups of hyper-parameters that only models with a running state have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class GGUFFacts:
     """Elements per token of K and of V, all layers together."""
     state_bytes: int
     """Recurrent state per sequence (mamba and its like), bytes."""
+    recurrent: bool
+    """Some layer keeps a running state, as far as the metadata tells."""
     tokenizer: str
     bos_id: int | None
     eos_ids: frozenset[int]
@@ -188,6 +192,8 @@ class _Facts:
         n_heads = self._integer(f"{a}.attention.head_count", 0, 1 << 16, 0)
         self._embeddings(n_vocab)
         self._floats()
+        if n_heads and self.metadata.get(f"{a}.rope.dimension_count") == 0:
+            self._fail(12, f"'{a}.rope.dimension_count' = 0 in a model with attention")  # llama.cpp loops forever
         bos_id, eos_ids = self._special_ids(n_vocab)
         sampling, native = self._sampling()
         by_type: dict[str, int] = {}
@@ -212,6 +218,7 @@ class _Facts:
             context_length=context,
             kv_elements=self._kv_elements(n_layers, n_embd, n_heads),
             state_bytes=self._state_bytes(n_layers),
+            recurrent=any(key.startswith(tuple(f"{a}.{name}." for name in _RECURRENT)) for key in self.metadata),
             tokenizer=tokenizer,
             bos_id=bos_id,
             eos_ids=eos_ids,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REFUSED = 3
 """Exit code: llama.cpp refuses the model with an error, as it will again in the caller's process."""
 SLOWEST_BYTES_PER_S = 20 << 20
-PATIENCE_S = 60
+PATIENCE_S = 20
 _START = "import sys; sys.path[:] = sys.argv[2:]; from headrace_gguf.trial import main; sys.exit(main(sys.argv[1]))"
 
 

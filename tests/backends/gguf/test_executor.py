@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from gguf_driver import Driver, Row, prompt_logprobs_row
+from gguf_driver import Driver, Row, new_executor, prompt_logprobs_row
 from headrace.errors import StepFailed
 from headrace.types import (
     WANT_LOGITS,
@@ -71,6 +71,15 @@ def test_recurrent_models_refuse_trims_and_say_so(tiny, opened, arch):
         driver.step([Row(1, 0, PROMPT), Row(0, 10, PROMPT[10:])], [Trim(0, 10)])
     assert failed.value.rows == (1,)
     assert driver.generate(0, 0, PROMPT, 4, [Free(0), Free(1)]) == first
+
+
+@pytest.mark.parametrize("arch", ["llama", "mamba", "lfm2", "gemma3"])
+def test_capabilities_are_foreseen_before_the_load(tiny, arch):
+    executor = new_executor(tiny(arch))
+    foreseen = executor.caps
+    executor.open()
+    assert executor.caps == foreseen
+    executor.close()
 
 
 def test_chunked_prefill_equals_one_chunk(driver, fresh):

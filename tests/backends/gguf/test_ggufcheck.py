@@ -145,6 +145,7 @@ BAD: dict[str, tuple[str, str, File | bytes]] = {
     "context length 0": ("12", "context_length' = 0", with_key(A + "context_length", U32, 0)),
     "context length huge": ("12", "4294967295", with_key(A + "context_length", U32, 2**32 - 1)),
     "context length text": ("12", "context_length", with_key(A + "context_length", STRING, "4k")),
+    "rope dimensions 0": ("12", "dimension_count' = 0", with_key(A + "rope.dimension_count", U32, 0)),
     "layers huge": ("12", "block_count", with_key(A + "block_count", U32, 10**6)),
     "heads per layer short": (
         "12", "1 entries for 2 layers",
