@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,8 @@ class Chat:
     def stream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
         """The answer's chunks as they come, sync or async. Dropping the answer stops it."""
         answer = Answer(self, text, prefill)
-        answer._handle = self.llm.start(self._job(answer, params))
+        with answer._starting():
+            answer._handle = self.llm.start(self._job(answer, params))
         return answer
 
     async def aask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
@@ -139,7 +141,8 @@ class Chat:
 
     async def astream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
         answer = Answer(self, text, prefill)
-        answer._handle = await self.llm.astart(self._job(answer, params))
+        with answer._starting():
+            answer._handle = await self.llm.astart(self._job(answer, params))
         return answer
 
     def close(self) -> None:
@@ -261,6 +264,15 @@ class Answer:
         if self._held and output.finish_reason in KEPT:
             self._chat._keep(self.message, output)
         return output
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """An answer that could not start is over at once; its traceback may live on."""
+        try:
+            yield
+        except BaseException:
+            self._release()
+            raise
 
     def _release(self) -> None:
         if self._held:

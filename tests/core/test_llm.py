@@ -1,0 +1,269 @@
+"""LLM on toy models: prompts in every form, order, batches beyond the queue, errors that name their prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import headrace
+import numpy as np
+import pytest
+from headrace.config import load_config
+from headrace.errors import Busy, ConfigError, RequestError
+from headrace.llm import LLM, params_from
+from headrace.types import SamplingParams
+
+TOY = "toy://vocab=300,seed=3,context=256,repeat=0.5,eos_rate=0.0"
+SHORT = SamplingParams(max_tokens=6)
+
+
+def load(model: Any = TOY, **options: Any) -> LLM:
+    return LLM(model, **{"engine": {"max_sequences": 4, "max_waiting": 4}, **options})
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with load() as llm:
+        yield llm
+
+
+def test_one_prompt_gives_one_output(llm: LLM) -> None:
+    output = llm.generate("hello", SHORT)
+    assert output.prompt == "hello"
+    assert len(output.token_ids) == 6
+    assert output.finish_reason == "length"
+    assert output.text == llm.detokenize(output.token_ids, skip_special=True)
+    for ids in (list(b"hello"), tuple(b"hello"), np.array(list(b"hello"), np.int32)):
+        same = llm.generate(ids, SHORT)  # type: ignore[call-overload]
+        assert same.token_ids == output.token_ids
+        assert same.prompt is None
+
+
+def test_list_keeps_order_beyond_the_queue(llm: LLM) -> None:
+    prompts: list[Any] = [f"prompt {i}" if i % 3 else list(f"prompt {i}".encode()) for i in range(40)]
+    params = [SamplingParams(max_tokens=1 + 7 * i % 5) for i in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [len(output.token_ids) for output in outputs] == [each.max_tokens for each in params]
+    for i in (0, 1, 17, 39):
+        assert llm.generate(prompts[i], params[i]).token_ids == outputs[i].token_ids
+    assert llm.generate([], SHORT) == []
+
+
+def test_n_samples_differ_and_repeat(llm: LLM) -> None:
+    params = {"max_tokens": 12, "n": 3, "temperature": 1.0}
+    first, again = llm.generate("x", params), llm.generate("x", params)
+    texts = [completion.text for completion in first.completions]
+    assert len(set(texts)) == 3
+    assert [completion.text for completion in again.completions] == texts
+
+
+def test_echo(llm: LLM) -> None:
+    plain = llm.generate("hello", SHORT)
+    echoed = llm.generate("hello", SHORT, echo=True)
+    assert echoed.text == "hello" + plain.text
+    assert echoed.token_ids == (*b"hello", *plain.token_ids)
+    assert llm.generate([list(b"hello")], SHORT, echo=True)[0].text == echoed.text
+
+
+def test_prompt_text_may_name_special_tokens(llm: LLM) -> None:
+    assert llm.generate("<|im_start|>a", SHORT).prompt_token_ids == (258, 97)
+    assert llm.tokenize("<|im_start|>") != [258]
+    assert llm.tokenize("<|im_start|>", parse_special=True) == [258]
+    assert llm.detokenize([97, 0xE2, 98]) == "a\ufffdb"
+
+
+def test_every_prompt_is_checked_before_work_starts(llm: LLM) -> None:
+    n_steps = llm._runner.engine.n_steps
+    bad: list[tuple[Any, str]] = [
+        ("", r"prompt 1: the prompt is empty"),
+        ([], r"prompt 1: the prompt is empty"),
+        ([5, 300], r"prompt 1: prompt_ids\[1\] = 300 is outside the vocabulary"),
+        ([5, -1], r"prompt 1: .*-1 is outside"),
+        ([5, 1.5], r"prompt 1: .*1.5 is outside"),
+        (["a", "b"], r"prompt 1: .*'a' is outside"),
+        ("x" * 300, r"prompt 1: the prompt has 300 tokens, the context holds 256"),
+    ]
+    for prompt, message in bad:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(["fine", prompt], SHORT)
+    with pytest.raises(RequestError, match="250 prompt tokens \\+ max_tokens 100"):
+        llm.generate("x" * 250, {"max_tokens": 100})
+    assert llm._runner.engine.n_steps == n_steps
+
+
+def test_params_must_match_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="3 prompts, but 2 params"):
+        llm.generate(["a", "b", "c"], [SHORT, SHORT])
+    with pytest.raises(RequestError, match=r"'temprature'\n.*did you mean 'temperature'"):
+        llm.generate("a", {"temprature": 0})
+    with pytest.raises(RequestError, match="one prompt, not a list"):
+        llm.stream(["a", "b"], SHORT)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="n = 5, but the queue holds 4"):
+        llm.generate("a", {"n": 5})
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "top_k", "min_tokens", "n", "logprobs", "prompt_logprobs", "seed"])
+@pytest.mark.parametrize("value", [-1, -(2**31), 2**64, 1e308, float("nan"), "1", True])
+def test_integers_out_of_range_name_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field):
+        params_from({field: value})
+
+
+def test_logprob_and_bias_bounds(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="logprobs"):
+        llm.generate("a", {"logprobs": 2**31})
+    with pytest.raises(RequestError, match="logit_bias"):
+        llm.generate("a", {"logit_bias": {300: 1.0}})
+    with pytest.raises(RequestError, match="logit_bias"):
+        llm.generate("a", {"logit_bias": dict.fromkeys(range(5000), 1.0)})
+
+
+def test_failure_of_one_prompt_is_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["aaaa", "~~~~", "cccc"]
+    fine = llm.generate(prompts, SHORT)
+
+    def nan(plan: Any, row: int) -> bool:
+        return plan.tokens[plan.offset[row + 1] - 1] == ord("~")
+
+    monkeypatch.setattr(llm.pipeline.executor, "nan", nan)
+    outputs = llm.generate(prompts, SHORT)
+    assert outputs[1].error is not None
+    assert outputs[1].finish_reason == "error"
+    assert [outputs[i].token_ids for i in (0, 2)] == [fine[i].token_ids for i in (0, 2)]
+
+
+def test_streams(llm: LLM) -> None:
+    expected = llm.generate("hello", SHORT)
+    chunks = list(llm.stream("hello", SHORT))
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    with llm.stream("hello", {"max_tokens": 200}) as stream:
+        next(stream)
+    assert stream.result().finish_reason == "abort"
+
+
+def test_async_forms(llm: LLM) -> None:
+    expected = [output.text for output in llm.generate([f"p{i}" for i in range(20)], SHORT)]
+
+    async def stream(i: int) -> str:
+        return "".join([chunk.text async for chunk in await llm.astream(f"p{i}", SHORT)])
+
+    async def main() -> None:
+        assert [output.text for output in await llm.agenerate([f"p{i}" for i in range(20)], SHORT)] == expected
+        singles = await asyncio.gather(*(llm.agenerate(f"p{i}", SHORT) for i in range(20)))
+        assert [output.text for output in singles] == expected
+        assert await asyncio.gather(*(stream(i) for i in range(4))) == expected[:4]
+        with pytest.raises(RequestError, match="prompt is empty"):
+            await llm.agenerate("", SHORT)
+        task = asyncio.create_task(llm.agenerate("x", {"max_tokens": 200}))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    llm.generate("drain", SHORT)
+    assert not llm._runner._live
+
+
+def test_threads_share_one_llm(llm: LLM) -> None:
+    expected = llm.generate("hello", SHORT).text
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(llm.generate("hello", SHORT).text)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * 12
+
+
+def test_sampling_defaults_in_order() -> None:
+    with load(sampling={"temperature": 0.25, "top_k": 7}) as llm:
+        resolved = llm.resolve({"top_k": 3})
+        assert (resolved.temperature, resolved.top_k, resolved.top_p) == (0.25, 3, 0.95)
+
+
+def test_models_come_in_every_form(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(f'model = "{TOY}"\n[engine]\nmax_sequences = 2\n')
+    expected = None
+    for source in (TOY, str(file), file, load_config(file)):
+        with LLM(source) as llm:
+            text = llm.generate("hello", SHORT).text
+            expected = expected or text
+            assert text == expected
+    with LLM(file, backend="toy", engine={"max_waiting": 3}) as llm:
+        assert (llm.pipeline.config.engine.max_sequences, llm.pipeline.config.engine.max_waiting) == (2, 3)
+    with pytest.raises(ConfigError, match="can't be combined with engine"):
+        LLM(load_config(file), engine={})
+    with pytest.raises(ConfigError, match="unknown key 'contxt'"):
+        LLM(TOY, contxt=5)
+
+
+def test_two_at_once_and_closed_ones() -> None:
+    one, two = load(), load()
+    assert one.generate("x", SHORT).text == two.generate("x", SHORT).text
+    one.close()
+    one.close()
+    with pytest.raises(RequestError, match="HR-CLOSED-01"):
+        one.generate("x", SHORT)
+    with pytest.raises(RequestError, match="HR-CLOSED-01"):
+        one.generate(["x", "y"], SHORT)
+    assert two.generate("x", SHORT).finish_reason == "length"
+    two.close()
+
+
+def test_dropped_llm_frees_itself_and_streams_keep_it() -> None:
+    llm = load()
+    thread = llm._runner._thread
+    stream = llm.stream("hello", SHORT)
+    ref = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert ref() is not None
+    assert stream.result().finish_reason == "length"
+    del stream
+    gc.collect()
+    assert ref() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_stream_raises_busy_at_once() -> None:
+    with load(engine={"max_sequences": 1, "max_waiting": 1}) as llm:
+        streams = [llm.stream("hello", {"max_tokens": 200})]
+
+        def fill() -> None:
+            streams.extend(llm.stream("hello", {"max_tokens": 200}) for _ in range(9))
+
+        with pytest.raises(Busy, match="the queue holds 1"):
+            fill()
+        for stream in streams:
+            stream.cancel()
+
+
+def test_progress_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], SHORT, progress=True)
+    captured = capsys.readouterr()
+    assert "2/2" in captured.err
+    assert "tok/s" in captured.err
+    assert captured.out == ""
+    llm.generate(["a", "b"], SHORT)
+    assert capsys.readouterr().err == ""
+
+
+def test_lazy_imports() -> None:
+    assert headrace.LLM is LLM
+    script = (
+        "import sys, headrace.llm\n"
+        "with headrace.llm.LLM('toy://vocab=300') as llm: print(len(llm.generate('x', {'max_tokens': 3}).token_ids))\n"
+        "print([name for name in ('asyncio', 'jinja2', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["3", "[]"], done.stderr
