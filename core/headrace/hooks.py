@@ -36,7 +36,7 @@ class Spec:
     summary: str
     """One line for `headrace plugins list`."""
     options: str | None = None
-    """"module:Model": a pydantic model of the options, a subclass of headrace.config.Options; imported when selected."""
+    """"module:Model": a pydantic model of the options, a headrace.config.Options; imported when selected."""
     requires: tuple[str, ...] = ()
     """Import names that the factory needs, for `plugins list` and a clear error before the import fails."""
     install: str = ""
@@ -205,7 +205,7 @@ class HookSpecs:
 
         @hookimpl
         def headrace_stores():
-            yield StoreSpec(name="redis", factory="mine.redis:RedisStore", options="mine.redis:Options", summary="redis")
+            yield StoreSpec(name="mine", factory="mine.store:Store", options="mine.store:Options", summary="redis")
         """
         return ()
 

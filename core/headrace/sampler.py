@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace import logprobs
 from headrace.filters import survivors
-from headrace.noise import KIND_SAMPLE, gumbel, noise_bits, noise_row, race
+from headrace.noise import FEW, KIND_SAMPLE, few_bits, gumbel, noise_bits, noise_row, race
 from headrace.types import WANT_LOGITS, WANT_LOGPROBS, MaskBatch, SparseRows, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -71,15 +71,7 @@ class StepSampler:
         self.position: list[int] = (plan.start[rows] + plan.length[rows] - drafts).tolist()
         self.draft_at: list[int] = (plan.offset[rows + 1] - drafts).tolist()
         self.wants: list[int] = plan.wants[rows].tolist()
-        self.seed: list[int] = table.seed[seq].tolist()
-        self.sample_index: list[int] = table.sample_index[seq].tolist()
-        self.temperature: list[float] = table.temperature[seq].tolist()
-        filters = (table.top_k, table.top_p, table.min_p, table.typical_p)
-        self.filters = list(zip(*(column[seq].tolist() for column in filters), strict=True))
-        penalties = (table.repetition, table.presence, table.frequency)
-        self.penalties = list(zip(*(column[seq].tolist() for column in penalties), strict=True))
-        self.n_logprobs: list[int] = table.n_logprobs[seq].tolist()
-        self.filtered: list[bool] = table.filtered_logprobs[seq].tolist()
+        self.params = [table.host[i] for i in seq.tolist()]
         self.bias, self.banned, self.counts = _spans(table.bias), _spans(table.banned), _spans(table.counts)
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.status: dict[int, str] = {}
@@ -121,11 +113,11 @@ class StepSampler:
         if not self._sane(i, j, row[at]):
             return None
         pick = _Pick(i, self.position[i] + j, row)
-        changes = r in self.bias or r in self.banned or self.penalties[i] != (1.0, 0.0, 0.0)
-        wants, greedy = self.wants[i], self.temperature[i] < GREEDY_BELOW
+        changes = r in self.bias or r in self.banned or self.params[i].penalties != (1.0, 0.0, 0.0)
+        wants, greedy = self.wants[i], self.params[i].temperature < GREEDY_BELOW
         if wants & WANT_LOGITS:
             self.raw[i].append(row.copy())
-        if wants & WANT_LOGPROBS and not self.filtered[i]:
+        if wants & WANT_LOGPROBS and not self.params[i].filtered:
             pick.shown = row.copy() if changes or bits is not None else row
         if changes:
             self._transform(i, j, row)
@@ -133,7 +125,7 @@ class StepSampler:
         if bits is not None:
             # argmax first: its bit alone decides a greedy row, the full mask is needed only on a miss
             hit = _allows(bits, at)
-            if not hit or not greedy or (wants & WANT_LOGPROBS and self.filtered[i]):
+            if not hit or not greedy or (wants & WANT_LOGPROBS and self.params[i].filtered):
                 _apply_mask(row, bits)
                 at = at if hit else int(row.argmax())
         if not self._sane(i, j, row[at]):
@@ -141,8 +133,8 @@ class StepSampler:
         if greedy:
             pick.token = at
             return pick
-        pick.inv_t = np.float32(1.0 / self.temperature[i])
-        pick.ids = survivors(row, pick.inv_t, *self.filters[i])
+        pick.inv_t = np.float32(1.0 / self.params[i].temperature)
+        pick.ids = survivors(row, pick.inv_t, *self.params[i].filters)
         if pick.ids is None and bits is not None:
             pick.ids = np.flatnonzero(row > -np.inf)  # often few
         if pick.ids is None:
@@ -166,7 +158,7 @@ class StepSampler:
         r, table = self.rows[i], self.plan.sampling
         if (span := self.bias.get(r)) is not None and table.bias is not None:
             row[table.bias.ids[span]] += table.bias.values[span]
-        repetition, presence, frequency = self.penalties[i]
+        repetition, presence, frequency = self.params[i].penalties
         if (repetition, presence, frequency) != (1.0, 0.0, 0.0):
             ids, counts = self._counts(i, j)
             values = row[ids]
@@ -193,20 +185,32 @@ class StepSampler:
         few = []
         for pick in picks:
             if pick.values.size > _MANY:
-                bits = noise_row(
-                    self.seed[pick.i], pick.position, self.sample_index[pick.i], KIND_SAMPLE, pick.row.size
-                )
+                params = self.params[pick.i]
+                bits = noise_row(params.seed, pick.position, params.sample_index, KIND_SAMPLE, pick.row.size)
                 won = race(pick.values, bits if pick.ids is None else bits[pick.ids])
                 pick.token = won if pick.ids is None else int(pick.ids[won])
             else:
                 few.append(pick)
-        if not few:
-            return
+        if len(few) == 1:
+            pick, params = few[0], self.params[few[0].i]
+            ids = np.arange(pick.row.size) if pick.ids is None else pick.ids
+            draw = (params.seed, pick.position, params.sample_index, KIND_SAMPLE)
+            if ids.size <= FEW:
+                bits = np.array(few_bits(*draw, ids.tolist()), np.uint32)
+            else:
+                bits = noise_bits(*draw, ids)
+            noise = gumbel(bits)
+            noise += pick.values
+            pick.token = int(ids[noise.argmax()])
+        elif few:
+            self._race_few(few)
+
+    def _race_few(self, few: list[_Pick]) -> None:
         sizes = [pick.values.size for pick in few]
         ids = np.concatenate([np.arange(pick.row.size) if pick.ids is None else pick.ids for pick in few])
-        seeds = np.repeat(np.array([self.seed[pick.i] for pick in few], np.uint64), sizes)
+        seeds = np.repeat(np.array([self.params[pick.i].seed for pick in few], np.uint64), sizes)
         positions = np.repeat(np.array([pick.position for pick in few]), sizes)
-        samples = np.repeat(np.array([self.sample_index[pick.i] for pick in few]), sizes)
+        samples = np.repeat(np.array([self.params[pick.i].sample_index for pick in few]), sizes)
         noise = gumbel(noise_bits(seeds, positions, samples, KIND_SAMPLE, ids))
         noise += np.concatenate([pick.values for pick in few])
         end = 0
@@ -221,7 +225,7 @@ class StepSampler:
         if self.wants[i] & WANT_LOGPROBS:
             values, ids = (pick.values, pick.ids) if pick.shown is None else (pick.shown, None)
             at = token if ids is None else int(np.searchsorted(ids, token))
-            found = logprobs.entry(values, at, self.n_logprobs[i])
+            found = logprobs.entry(values, at, self.params[i].n_logprobs)
             names = found[0] if ids is None else ids[found[0]].tolist()
             self.logprobs[i].append((pick.position, names, found[1]))
         return j < self.n_draft[i] and token == self.plan.tokens[self.draft_at[i] + j]

@@ -36,6 +36,7 @@ from headrace.types import (
     DEFAULT_SEED,
     WANT_LOGITS,
     WANT_LOGPROBS,
+    HostRow,
     MaskBatch,
     SamplingParams,
     SamplingTable,
@@ -70,7 +71,21 @@ def new_table(max_sequences: int) -> SamplingTable:
         return np.full(max_sequences, value, dtype)
 
     columns = {name: column(dtype, value) for name, (dtype, value) in _NEUTRAL.items()}
-    return SamplingTable(**columns)  # type: ignore[arg-type]
+    table = SamplingTable(**columns)  # type: ignore[arg-type]
+    table.host = [_host_row(table, 0)] * max_sequences
+    return table
+
+
+def _host_row(table: SamplingTable, i: int) -> HostRow:
+    return HostRow(
+        seed=int(table.seed[i]),
+        sample_index=int(table.sample_index[i]),
+        temperature=float(table.temperature[i]),
+        filters=(int(table.top_k[i]), float(table.top_p[i]), float(table.min_p[i]), float(table.typical_p[i])),
+        penalties=(float(table.repetition[i]), float(table.presence[i]), float(table.frequency[i])),
+        n_logprobs=int(table.n_logprobs[i]),
+        filtered=bool(table.filtered_logprobs[i]),
+    )
 
 
 _NEUTRAL: dict[str, tuple[type[np.generic], float]] = {
@@ -113,6 +128,7 @@ def set_row(table: SamplingTable, index: int, params: SamplingParams, sample_ind
     table.n_logprobs[index] = -1 if params.logprobs is None else params.logprobs
     table.n_prompt_logprobs[index] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
     table.filtered_logprobs[index] = params.logprobs_mode == "filtered"
+    table.host[index] = _host_row(table, index)
 
 
 def resolve_seed(params: SamplingParams) -> int:
@@ -144,11 +160,11 @@ def sample_step(plan: StepPlan, logits: Sequence[Floats] | Floats, masks: MaskBa
 def _plain(plan: StepPlan, rows: NDArray[np.intp]) -> bool:
     table = plan.sampling
     return (
-        table.bias is None
+        bool((table.temperature[plan.seq[rows]] < GREEDY_BELOW).all())
+        and table.bias is None
         and table.banned is None
         and table.counts is None
         and not (plan.wants[rows] & (WANT_LOGPROBS | WANT_LOGITS)).any()
-        and bool((table.temperature[plan.seq[rows]] < GREEDY_BELOW).all())
     )
 
 

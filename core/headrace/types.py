@@ -422,6 +422,21 @@ class SparseRows:
     values: NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """One row of the sampling table, rounded as its columns are."""
+
+    seed: int
+    sample_index: int
+    temperature: float
+    filters: tuple[int, float, float, float]
+    """(top_k, top_p, min_p, typical_p)"""
+    penalties: tuple[float, float, float]
+    """(repetition, presence, frequency)"""
+    n_logprobs: int
+    filtered: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingTable:
     """Sampling columns. Dense ones are indexed by `plan.seq` (not by row), so that a step copies nothing.
@@ -445,6 +460,8 @@ class SamplingTable:
     n_logprobs: NDArray[np.int32]
     n_prompt_logprobs: NDArray[np.int32]
     filtered_logprobs: NDArray[np.bool_]
+    host: list[HostRow] = field(default_factory=list)
+    """The same rows as Python numbers, for samplers on the host: a step there gathers no column."""
     bias: SparseRows | None = None
     banned: SparseRows | None = None
     counts: SparseRows | None = None

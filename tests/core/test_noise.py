@@ -271,3 +271,10 @@ def test_draws_at_neighbouring_positions_are_independent() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(make_golden()).replace("], [", "],\n[") + "\n")
+
+
+def test_a_few_bits_in_plain_python_are_the_same_bits() -> None:
+    ids = np.array([0, 1, 2, 3, 4, 7, 1000, 49151, 151935])
+    for seed, position, sample_index in ((0, 0, 0), (2**64 - 1, 2**31 - 1, 5), (20261017, 37, 1)):
+        few = noise.few_bits(seed, position, sample_index, 0, ids.tolist())
+        assert few == noise.noise_bits(seed, position, sample_index, 0, ids).tolist()
