@@ -25,7 +25,6 @@ from headrace.errors import (
 
 if TYPE_CHECKING:
     from headrace.catalog import Catalog, Entry
-    from headrace.config import Config
     from headrace.hooks import CommandSpec
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -176,31 +175,6 @@ def _help(catalog: Catalog) -> str:
         names = ", ".join(str(plugin) for plugin in broken)
         lines += ["", f"broken plugins: {names}; see `headrace plugins list`"]
     return "\n".join(lines)
-
-
-# --- the config arguments that several commands share ----------------------------------------------------------------
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """--config, --set and --backend, for commands that launch a pipeline."""
-    parser.add_argument("-c", "--config", metavar="FILE", help="TOML file of the pipeline (default $HEADRACE_CONFIG)")
-    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                        help="set one key, e.g. engine.max_sequences=4; may be repeated")  # fmt: skip
-    parser.add_argument("--backend", metavar="NAME", help="the backend to use")
-
-
-def config_from(args: argparse.Namespace, model: str | None = None) -> Config:
-    """The config of a command with `add_config_arguments`. model: what the user gave in the place of MODEL, a model or
-    a .toml file. Without --config, $HEADRACE_CONFIG is read, unless MODEL is given."""
-    from headrace.config import load_config
-
-    path = args.config
-    if model is not None and model.endswith(".toml"):
-        if path is not None:
-            raise UsageError("HR-USAGE-04", f"two configs: --config {path} and {model}", "give one of them")
-        path, model = model, None
-    overrides = {"backend": {"use": args.backend}} if args.backend else {}
-    return load_config(path, model=model, sets=args.sets, overrides=overrides, catalog=args.catalog)
 
 
 # --- reporting -------------------------------------------------------------------------------------------------------

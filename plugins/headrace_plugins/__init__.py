@@ -55,6 +55,30 @@ def headrace_commands() -> Iterable[CommandSpec]:
         order=10,
     )
     yield CommandSpec(name="chat", factory="headrace_plugins.commands.chat", summary="talk to a model", order=11)
+    yield CommandSpec(
+        name="config",
+        factory="headrace_plugins.commands.config",
+        summary="check a config, explain what it launches, write a first one",
+        order=30,
+    )
+    yield CommandSpec(
+        name="plugins",
+        factory="headrace_plugins.commands.plugins",
+        summary="what is installed, and what it offers",
+        order=40,
+    )
+    yield CommandSpec(
+        name="doctor",
+        factory="headrace_plugins.commands.doctor",
+        summary="check this machine and the installation",
+        order=41,
+    )
+    yield CommandSpec(
+        name="completion",
+        factory="headrace_plugins.commands.completion",
+        summary="print a completion script for bash, zsh or fish",
+        order=90,
+    )
 
 
 @hookimpl

@@ -57,13 +57,13 @@ def config_of(args: argparse.Namespace, model: str | None) -> Config:
     if model is not None and path is None and model.endswith(".toml"):
         path, model = model, None
     sets = [*args.set, *([f"backend.use={args.backend}"] if args.backend else [])]
-    return load_config(path, model=model, sets=sets)
+    return load_config(path, model=model, sets=sets, catalog=args.catalog)
 
 
 def load(args: argparse.Namespace, model: str | None) -> LLM:
     from headrace.llm import LLM
 
-    return LLM(config_of(args, model))
+    return LLM(config_of(args, model), catalog=args.catalog)
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
