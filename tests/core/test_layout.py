@@ -53,6 +53,7 @@ LADDER = (
     {"pipeline"},
     {"runner", "llm", "chat"},
     {"cli"},
+    {"__main__"},
 )
 MECHANICS = next(rung for rung, names in enumerate(LADDER) if "(mechanics)" in names)
 
