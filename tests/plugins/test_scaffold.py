@@ -9,9 +9,11 @@ import sysconfig
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from headrace.errors import EXIT_PLUGIN, PluginError
+from headrace.cli import main
+from headrace.errors import EXIT_PLUGIN, EXIT_USAGE, PluginError
 from headrace.testing.scaffold import KINDS, render, write_plugin
 
 
@@ -106,6 +108,34 @@ def test_folder_that_is_a_file(tmp_path: Path) -> None:
         write_plugin("store", "mine", tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["drafter", "ngram"], EXIT_PLUGIN, "HR-SCAFFOLD-05"),
+        (["drafter", "plugins"], EXIT_PLUGIN, "HR-SCAFFOLD-02"),
+        (["command", "doctor"], EXIT_PLUGIN, "the name 'doctor' is in use by plugin 'builtin'"),
+        (["draftr", "mine"], EXIT_PLUGIN, "did you mean 'drafter'?"),
+        (["drafter", "mine", "--dir", "/dev/null"], EXIT_PLUGIN, "HR-SCAFFOLD-04"),
+        (["drafter"], EXIT_USAGE, "HR-USAGE-01"),
+    ],
+)
+def test_command_refuses(
+    argv: list[str], code: int, says: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugins", "new", *argv]) == code
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "new", "store", "mine", "--dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "headrace-mine" / "pyproject.toml") in out
+    assert "pip install -e" in out
+    assert (tmp_path / "headrace-mine" / "headrace_mine" / "store.py").is_file()
+
+
 @pytest.mark.slow
 def test_third_party_plugin_in_a_fresh_environment(tmp_path: Path) -> None:
     """Written, built and installed by pip into a new venv; passes its suite there and drafts for a configured run.
@@ -114,7 +144,8 @@ def test_third_party_plugin_in_a_fresh_environment(tmp_path: Path) -> None:
     are followed), and pip builds without isolation.
     """
     pytest.importorskip("hatchling", reason="pip needs hatchling here to build the plugin offline")
-    write_plugin("drafter", "fresh", tmp_path)
+    new = run([sys.executable, "-m", "headrace", "plugins", "new", "drafter", "fresh", "--dir", tmp_path], tmp_path)
+    assert new.returncode == 0, new.stderr
     root, venv = tmp_path / "headrace-fresh", tmp_path / "venv"
     made = run([sys.executable, "-m", "venv", "--without-pip", venv], tmp_path)
     assert made.returncode == 0, made.stderr
