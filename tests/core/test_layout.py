@@ -22,7 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("core", "plugins", "backends")
 PLUGIN_PACKAGES = ("headrace_plugins", "headrace_gguf")
 
-CORE_CODE_LINES = 3400
+# What the core may cost to read, in lines of code. A module that is not named counts as what runs in a step.
+CORE_CODE_LINES = {"step": 2600, "build": 2000, "front doors": 950}
+CORE_GROUPS = {
+    "build": {
+        "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "machine",
+        "cli",
+    },
+    "front doors": {"runner", "llm", "chat"},
+}  # fmt: skip
 MODULE_CODE_LINES = 550
 
 ENVIRONMENT = {"HEADRACE_CONFIG", "HEADRACE_HOME", "HEADRACE_DISABLE_PLUGINS"}
@@ -341,13 +349,16 @@ def test_rule_lets_pass(rule: Rule, snippet: str) -> None:
 
 def test_core_stays_small(record_property: Callable[[str, object], None]) -> None:
     """Policy that two backends share belongs in core, anything else in a plugin. `headrace.testing` is not counted."""
-    sizes = {m.path: m.n_code_lines for m in modules("core") if not m.name.startswith("headrace.testing")}
-    total = sum(sizes.values())
-    record_property("core_code_lines", total)
-    print(f"core: {total} lines of code in {len(sizes)} modules, at most {CORE_CODE_LINES}")
-    assert total <= CORE_CODE_LINES, "\n".join(
-        f"{n:5} {path}" for path, n in sorted(sizes.items(), key=lambda x: -x[1])
-    )
+    group_of = {name: group for group, names in CORE_GROUPS.items() for name in names}
+    sizes: dict[str, dict[str, int]] = {group: {} for group in CORE_CODE_LINES}
+    for m in modules("core"):
+        if not m.name.startswith("headrace.testing"):
+            sizes[group_of.get(Path(m.path).stem, "step")][m.path] = m.n_code_lines
+    for group, found in sizes.items():
+        total, most = sum(found.values()), CORE_CODE_LINES[group]
+        record_property(f"core_code_lines_{group}", total)
+        print(f"core, {group}: {total} lines of code in {len(found)} modules, at most {most}")
+        assert total <= most, "\n".join(f"{n:5} {path}" for path, n in sorted(found.items(), key=lambda x: -x[1]))
 
 
 def test_source_roots_are_not_packages() -> None:
