@@ -56,6 +56,12 @@ def headrace_commands() -> Iterable[CommandSpec]:
     )
     yield CommandSpec(name="chat", factory="headrace_plugins.commands.chat", summary="talk to a model", order=11)
     yield CommandSpec(
+        name="bench",
+        factory="headrace_plugins.commands.bench",
+        summary="what Headrace costs, beside a baseline in the same run",
+        order=20,
+    )
+    yield CommandSpec(
         name="config",
         factory="headrace_plugins.commands.config",
         summary="check a config, explain what it launches, write a first one",
