@@ -86,8 +86,9 @@ class LLM:
         from headrace.pipeline import build
 
         config = _config_of(model, backend, overrides)
-        self.catalog = catalog if catalog is not None else Catalog.load(config.plugins_disable)
-        self.pipeline: Pipeline = build(config, catalog=self.catalog, report=report)
+        catalog = catalog if catalog is not None else Catalog.load()
+        self.catalog = catalog.without({plugin.name for plugin in catalog.plugins} & {*config.plugins_disable})
+        self.pipeline: Pipeline = build(config, catalog=catalog, report=report)
         try:
             engine = self.pipeline.engine()
         except BaseException:

@@ -417,7 +417,7 @@ class Runner:
         atexit.unregister(self._at_exit)
 
     def _fail_all(self, error: BaseException) -> None:
-        waiting = []
+        waiting: list[weakref.ref[Handle]] = []
         while not self._inbox.empty():
             what, about = self._inbox.get()
             waiting += about if what == "add" else ()

@@ -40,8 +40,9 @@ def test_one_prompt_gives_one_output(llm: LLM) -> None:
     assert len(output.token_ids) == 6
     assert output.finish_reason == "length"
     assert output.text == llm.detokenize(output.token_ids, skip_special=True)
-    for ids in (list(b"hello"), tuple(b"hello"), np.array(list(b"hello"), np.int32)):
-        same = llm.generate(ids, SHORT)  # type: ignore[call-overload]
+    forms: list[Any] = [list(b"hello"), tuple(b"hello"), np.array(list(b"hello"), np.int32)]
+    for ids in forms:
+        same = llm.generate(ids, SHORT)
         assert same.token_ids == output.token_ids
         assert same.prompt is None
 
@@ -104,7 +105,7 @@ def test_params_must_match_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"'temprature'\n.*did you mean 'temperature'"):
         llm.generate("a", {"temprature": 0})
     with pytest.raises(RequestError, match="one prompt, not a list"):
-        llm.stream(["a", "b"], SHORT)  # type: ignore[arg-type]
+        llm.stream(["a", "b"], SHORT)  # type: ignore[list-item]
     with pytest.raises(RequestError, match="n = 5, but the queue holds 4"):
         llm.generate("a", {"n": 5})
 

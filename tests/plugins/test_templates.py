@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from headrace.errors import HeadraceError, ModelError, RequestError
-from headrace.testing.toy import ToyTokenizer
+from headrace.testing.toy import BOS, ToyTokenizer
 from headrace_plugins.sandbox import Limits
 from headrace_plugins.templates import ChatFormat, ChatTemplate, PromptEncoder
 
@@ -275,13 +275,13 @@ def test_bos_comes_once(wants_bos: bool, writes_bos: bool) -> None:
 
         def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
             ids = super().encode(text, add_bos=False, parse_special=parse_special)
-            return [self.bos_id, *ids] if add_bos and self.wants_bos else ids
+            return [BOS, *ids] if add_bos and self.wants_bos else ids
 
     tokenizer = Doubling(300, wants_bos=wants_bos)
     form = ChatFormat(ChatTemplate(("{{ bos_token }}" if writes_bos else "") + "x{{ messages[0].content }}"), tokenizer)
     for content in ("hi", "<|bos|>"):
         _, ids = form.prompt([{"role": "user", "content": content}])
-        assert ids.count(tokenizer.bos_id) == int(wants_bos or writes_bos)
+        assert ids.count(BOS) == int(wants_bos or writes_bos)
 
 
 def test_prefill_joins_the_prompt() -> None:

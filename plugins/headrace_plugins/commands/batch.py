@@ -43,7 +43,7 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
             _report(args, results, "nothing left to do")
             return EXIT_REQUEST if results.n_failed else EXIT_OK
         try:
-            with LLM(config) as llm:
+            with LLM(config, catalog=args.catalog) as llm:
                 batch = _Batch(llm, args, lines, results)
                 llm.run(batch.jobs(), batch.ended, progress=not args.quiet and sys.stderr.isatty())
         except KeyboardInterrupt:

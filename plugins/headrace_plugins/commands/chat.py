@@ -14,7 +14,7 @@ from headrace_plugins.commands.model_args import (
     add_sampling_arguments,
     load,
     params_of,
-    usage,
+    usage_error,
 )
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--template", metavar="FILE", help="chat template, instead of the config's or the model's")
     parser.add_argument("--max-turns", type=int, metavar="N", help="forget what lies further back")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no greeting, no summaries")
 
 
 def run(args: argparse.Namespace) -> int:
     from headrace.chat import Chat
 
     if args.model is None and args.config is None:
-        raise usage("no model was given", "headrace chat MODEL, or headrace chat --config FILE")
+        raise usage_error("no model was given", "headrace chat MODEL, or headrace chat --config FILE")
     live = sys.stdin.isatty() and sys.stdout.isatty()
     with load(args, args.model) as llm:
         chat = Chat(llm, args.system, args.template, max_turns=args.max_turns)

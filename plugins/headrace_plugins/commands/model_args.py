@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import RequestError
-
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.errors import HeadraceError
     from headrace.llm import LLM
     from headrace.types import SamplingParams
 
@@ -78,10 +77,8 @@ def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
     return SamplingParams(**sampling_of(args), **{name: value for name, value in more.items() if value is not None})
 
 
-def usage(message: str, help: str) -> RequestError:
-    """An error in how a command was called."""
-    from headrace.errors import EXIT_USAGE
+def usage_error(message: str, help: str) -> HeadraceError:
+    """How a command was called makes no sense."""
+    from headrace.cli import UsageError
 
-    error = RequestError("HR-USAGE-01", message, help)
-    error.exit_code = EXIT_USAGE
-    return error
+    return UsageError("HR-USAGE-04", message, help)

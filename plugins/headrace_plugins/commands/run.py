@@ -15,7 +15,7 @@ from headrace_plugins.commands.model_args import (
     add_sampling_arguments,
     load,
     params_of,
-    usage,
+    usage_error,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ second ^C at once.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    # options may stand between the model and the prompt
+    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
     parser.add_argument(
         "words", nargs="*", metavar="MODEL_OR_CONFIG [PROMPT]", help="model path or URI, or a .toml file"
     )
@@ -52,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--echo", action="store_true", help="print the prompt in front")
     parser.add_argument("--logprobs", type=int, metavar="K", help="K alternatives per token (shown with --json)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no summary on stderr")
     batch = parser.add_argument_group("batch")
     batch.add_argument("--batch", metavar="IN", help="JSONL file of requests")
     batch.add_argument("--out", metavar="OUT", help="JSONL file that results are appended to")
@@ -77,16 +77,16 @@ def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
     """(model, prompt) of the positional words; with --config the model may be left out."""
     words = list(args.words)
     if bool(args.batch) != bool(args.out):
-        raise usage("--batch and --out belong together", "headrace run MODEL --batch in.jsonl --out out.jsonl")
+        raise usage_error("--batch and --out belong together", "headrace run MODEL --batch in.jsonl --out out.jsonl")
     n_prompts = 0 if args.batch else 1
     has_model = not args.config or len(words) > n_prompts
     model = words.pop(0) if words and has_model else None
     if model is None and not args.config and not args.batch:
-        raise usage("no model was given", 'headrace run MODEL "prompt", or headrace run --config FILE "prompt"')
+        raise usage_error("no model was given", 'headrace run MODEL "prompt", or headrace run --config FILE "prompt"')
     if len(words) > n_prompts:
-        raise usage(f"one word too many: {words[-1]!r}", "put quotes around the prompt")
+        raise usage_error(f"one word too many: {words[-1]!r}", "put quotes around the prompt")
     if not words and n_prompts and sys.stdin.isatty():
-        raise usage("no prompt was given", "give one, pipe one in, or use `headrace chat` to talk")
+        raise usage_error("no prompt was given", "give one, pipe one in, or use `headrace chat` to talk")
     return model, words[0] if words else None
 
 
@@ -105,6 +105,10 @@ def make_job(
     if messages is None and (
         not isinstance(prompt, str) or not (has_template(llm) if args.chat is None else args.chat)
     ):
+        if args.system is not None or args.prefill:
+            raise usage_error(
+                "--system and --prefill need a chat template", "use --chat, or put the text into the prompt"
+            )
         return llm.request(prompt, params)
     if messages is None:
         if not prompt.strip():
