@@ -5,6 +5,8 @@ Not collected by itself (no test_ in the file name).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from headrace.testing.toy import (
     ToyTokenizer,
 )
 from headrace.testing.toy_parts import _ToyCompiled, _ToyMatcher
-from headrace.types import Capabilities, CopyBlock, Grammar, KVLayout, ModelSpec, Proposal, Trim
+from headrace.types import Capabilities, CopyBlock, Grammar, KVLayout, ModelSpec, Proposal, StepPlan, Trim
 
 # --- executors -------------------------------------------------------------------------------------------------------
 
@@ -80,9 +82,15 @@ class TestMasksIgnored(Paged):
     executor_class = MasksIgnored
 
 
+def reseed(plan: StepPlan, seed: Callable[[int], int]) -> None:
+    for row, seq in enumerate(plan.seq.tolist()):
+        plan.sampling.seed[seq] = seed(row)
+        plan.sampling.host[seq] = replace(plan.sampling.host[seq], seed=seed(row))
+
+
 class NoiseByRow(ToyPaged):
     def sample(self, step: Any, masks: Any) -> None:
-        step.plan.sampling.seed[step.plan.seq] = np.arange(len(step.plan.seq)) + step.plan.step
+        reseed(step.plan, lambda row: step.plan.step + row)
         super().sample(step, masks)
 
 
@@ -92,7 +100,7 @@ class TestNoiseByRow(Paged):
 
 class SeedIgnored(ToyPaged):
     def sample(self, step: Any, masks: Any) -> None:
-        step.plan.sampling.seed[:] = 1
+        reseed(step.plan, lambda row: 1)
         super().sample(step, masks)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.types import RequestStats, SamplingTable, StepPlan, StepStats, Timings, Usage
+from headrace.sampling import new_table
+from headrace.types import RequestStats, StepPlan, StepStats, Timings, Usage
 
 
 def fake_plan(lengths: Seq[int], slots: Seq[int] | None = None) -> StepPlan:
@@ -27,26 +28,7 @@ def fake_plan(lengths: Seq[int], slots: Seq[int] | None = None) -> StepPlan:
         tokens=np.arange(int(offset[-1]), dtype=np.int32) % 256,
         sample=np.ones(n_rows, np.bool_),
         wants=np.ones(n_rows, np.uint8),
-        sampling=_greedy_table(max(1, n_rows)),
-    )
-
-
-def _greedy_table(n: int) -> SamplingTable:
-    ones, zeros, off = np.ones(n, np.float32), np.zeros(n, np.float32), np.full(n, -1, np.int32)
-    return SamplingTable(
-        seed=np.zeros(n, np.uint64),
-        sample_index=np.zeros(n, np.int32),
-        temperature=zeros,
-        top_k=np.zeros(n, np.int32),
-        top_p=ones,
-        min_p=zeros,
-        typical_p=ones,
-        repetition=ones,
-        presence=zeros,
-        frequency=zeros,
-        n_logprobs=off,
-        n_prompt_logprobs=off,
-        filtered_logprobs=np.zeros(n, np.bool_),
+        sampling=new_table(max(1, n_rows)),
     )
 
 
