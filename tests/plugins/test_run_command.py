@@ -318,3 +318,43 @@ def test_chat_reports_a_failed_turn(headrace: Any) -> None:
 
 def test_chat_help(headrace: Any) -> None:
     assert "/reset" in headrace("chat", TOY, stdin="/help\n")[2]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_chat_on_a_terminal() -> None:
+    """^C stops an answer only; at the prompt it leaves."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace.cli", "chat", LONG],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    seen = b""
+
+    def read_until(mark: bytes) -> None:
+        nonlocal seen
+        while mark not in seen:
+            seen += os.read(ours, 4096)
+        seen = seen.partition(mark)[2]
+
+    read_until(b"> ")
+    os.write(ours, b"hello\n")
+    read_until(b"tok/s")
+    os.write(ours, b"\x03")
+    read_until(b"stopped; this turn is forgotten")
+    read_until(b"> ")
+    os.write(ours, b"/help\n")
+    read_until(b"forget the conversation")
+    read_until(b"> ")
+    os.write(ours, b"\x03")
+    assert process.wait(60) == EXIT_INTERRUPT
+    os.close(ours)

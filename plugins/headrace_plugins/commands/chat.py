@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ DESCRIPTION = """
 Talk to a model. In a pipe every line of stdin is a message and every answer goes to stdout. ^C stops an answer, and
 leaves the history as it was before it; ^C at the prompt, or twice in an answer, quits.
 """
+
+REDRAW_S = 0.08
 
 COMMANDS = {
     "/help": "show this",
@@ -73,7 +77,11 @@ def _talk(chat: Chat, args: argparse.Namespace, view: _Screen | _Pipe) -> int:
                 return failed
             continue
         try:
-            view.show(_stoppable(chat.stream(text, params)))
+            answer = chat.stream(text, params)
+            with _stoppable(answer):
+                view.show(answer)
+            if answer.result().finish_reason == "abort":
+                view.say("[stopped; this turn is forgotten]")
         except KeyboardInterrupt:  # the second one
             return EXIT_INTERRUPT
         except HeadraceError as error:
@@ -95,18 +103,20 @@ def _command(chat: Chat, text: str, view: _Screen | _Pipe) -> bool:
     return True
 
 
-def _stoppable(answer: Answer) -> Iterator[str]:
-    """Pieces of an answer; ^C stops it and says so, a second ^C comes through."""
-    while True:
-        try:
-            chunk = next(answer)
-        except StopIteration:
-            return
-        except KeyboardInterrupt:
-            answer.cancel()
-            yield "".join(rest.text for rest in answer) + "\n[stopped; this turn is forgotten]"
-            return
-        yield chunk.text
+@contextlib.contextmanager
+def _stoppable(answer: Answer) -> Iterator[None]:
+    """^C stops the answer, wherever the program is just then; a second ^C is a KeyboardInterrupt again."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        answer.cancel()
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Pipe:
@@ -117,12 +127,12 @@ class _Pipe:
     def read(self) -> str | None:
         return sys.stdin.readline() or None
 
-    def show(self, pieces: Iterator[str]) -> None:
+    def show(self, answer: Answer) -> None:
         last = ""
-        for piece in pieces:
-            sys.stdout.write(piece)
+        for chunk in answer:
+            sys.stdout.write(chunk.text)
             sys.stdout.flush()
-            last = piece or last
+            last = chunk.text or last
         if not last.endswith("\n"):
             print(flush=True)
 
@@ -148,15 +158,33 @@ class _Screen:
         except EOFError:
             return None
 
-    def show(self, pieces: Iterator[str]) -> None:
+    def show(self, answer: Answer) -> None:
         from rich.live import Live
         from rich.markdown import Markdown
 
-        text = ""
-        with Live(console=self._console, refresh_per_second=12, vertical_overflow="visible") as live:
-            for piece in pieces:
-                text += piece
-                live.update(Markdown(text))
+        text, n_tokens, shown = "", 0, 0.0
+        started = time.monotonic()
+        with Live(console=self._console, auto_refresh=False) as live:
+            for chunk in answer:
+                text += chunk.text
+                n_tokens += len(chunk.token_ids)
+                now = time.monotonic()
+                if now - shown > REDRAW_S:  # parsing Markdown anew for each token would cost more than the token
+                    live.update(self._running(text, n_tokens / max(now - started, 1e-6)), refresh=True)
+                    shown = now
+            live.update(Markdown(text), refresh=True)
+
+    def _running(self, text: str, rate: float) -> Any:
+        """The answer so far and its speed. What is taller than the screen shows its end."""
+        from rich.console import Group
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        width, height = self._console.size
+        rows = text.split("\n")
+        fits = sum(1 + len(row) // width for row in rows) < height - 4
+        body = Markdown(text) if fits else Text(text[-width * (height // 2) :])
+        return Group(body, Text(f"{rate:.1f} tok/s · ^C stops", style="dim"))
 
     def say(self, text: str) -> None:
         self._console.print(text, style="dim", highlight=False, markup=False)
