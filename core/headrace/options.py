@@ -12,10 +12,10 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -33,9 +33,7 @@ class Options(BaseModel):
     """Base of all option models. Unknown keys are errors; types are strict ("8" is not 8); `~` in paths is expanded
     and a relative path is relative to the config file that says it."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     @field_validator("*", mode="after")
     @classmethod
@@ -44,6 +42,13 @@ class Options(BaseModel):
             return value
         folders: Mapping[str, Path] = info.context or {}
         return folders.get(info.field_name or "", Path()) / value.expanduser()
+
+    @model_validator(mode="after")
+    def _expand_defaults(self) -> Self:
+        for name in set(type(self).model_fields) - self.model_fields_set:
+            if isinstance(value := getattr(self, name), Path):
+                self.__dict__[name] = value.expanduser()  # frozen for others, not finished yet for us
+        return self
 
 
 class _Unit:
