@@ -359,8 +359,8 @@ def _check(config: Config, selected: _Selected, caps: Capabilities) -> None:
 
 
 def _drafter_problem(spec: DrafterSpec, backend: str, caps: Capabilities) -> str:
-    if spec.placement == "fused":
-        return "" if spec.name in caps.fused_drafters else f"backend '{backend}' can't fuse it"
+    if spec.placement == "fused" and spec.name not in caps.fused_drafters:
+        return f"backend '{backend}' can't fuse it"
     if not caps.partial_trim:
         return f"backend '{backend}' can't take back rejected drafts of this model (its memory is recurrent)"
     return "" if caps.drafts else f"backend '{backend}' does not verify drafts"

@@ -44,7 +44,7 @@ class BoxOptions(Options):
     size: int | None = None
     slots: int | str = 1
     names: tuple[str, ...] = ()
-    extra: dict[str, str] = Field({})
+    extra: dict[str, str] = Field(default_factory=dict)
     needed: int = Field(description="How many.")
 
 

@@ -78,7 +78,7 @@ def test_memory_of_cgroup_v1() -> None:
 
 
 def test_nothing_can_be_read() -> None:
-    machine = probe_machine({}.get, [0, 1, 2])
+    machine = probe_machine(dict[str, str]().get, [0, 1, 2])
     assert machine.physical_cores == 3
     assert machine.host_memory_bytes > 0
 
