@@ -1,0 +1,337 @@
+"""The command line: dispatch, global flags, exit codes, and that one broken plugin hurts nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from headrace import __version__
+from headrace.catalog import Catalog
+from headrace.cli import main
+from headrace.errors import (
+    EXIT_CHECK,
+    EXIT_CONFIG,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPT,
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_PLUGIN,
+    EXIT_USAGE,
+    ModelError,
+)
+
+PLUGIN = """
+from headrace.hooks import *
+from headrace.hooks import hookimpl
+headrace_api = 1
+@hookimpl
+def headrace_commands():
+    yield CommandSpec(name="act", factory="fake_command", summary="does what a test says", order=1)
+    yield CommandSpec(name="needs", factory="fake_command", summary="", requires=("no_such",), install="pip install it")
+    yield CommandSpec(name="hollow", factory="json", summary="")
+@hookimpl
+def headrace_backends():
+    yield BackendSpec(name="new", formats=("new",), probe="json:loads", factory="json:loads", summary="a new device")
+@hookimpl
+def headrace_checks():
+    yield CheckSpec(name="mine", factory="fake_command:check", summary="")
+"""
+BROKEN = "raise RuntimeError('this plugin is broken')"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Act:
+    """The fake sub-command."""
+
+    def __init__(self) -> None:
+        self.do: Callable[[Any], Any] = lambda args: 0
+        self.check: Callable[[], Any] = list
+
+    def add_arguments(self, parser: Any) -> None:
+        parser.add_argument("words", nargs="*")
+        parser.add_argument("--mode", choices=("fast", "slow"))
+
+
+@pytest.fixture
+def act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Act:
+    """Two plugins on sys.path: one with sub-commands, one that fails to import."""
+    act = Act()
+    command = ModuleType("fake_command")
+    vars(command).update(
+        add_arguments=act.add_arguments, run=lambda args: act.do(args), check=lambda: act.check()
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "fake_command", command)
+    for name, code in {"acting": PLUGIN, "shattered": BROKEN}.items():
+        (tmp_path / f"cli_{name}.py").write_text(code)
+        info = tmp_path / f"headrace_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[headrace]\n{name} = cli_{name}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("HEADRACE_CONFIG", raising=False)
+    return act
+
+
+@pytest.fixture
+def run(act: Act, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    yield run
+    sys.modules.pop("cli_acting", None)
+
+
+def test_version(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Catalog, "load", None)
+    assert run("--version") == (EXIT_OK, f"headrace {__version__}\n", "")
+
+
+def test_help_lists_commands_in_order_and_broken_plugins_at_the_end(run: Run) -> None:
+    code, out, err = run("--help")
+    assert (code, err) == (EXIT_OK, "")
+    names = [line.split()[0] for line in out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()]
+    assert names[0] == "act"
+    assert names.index("run") < names.index("config") < names.index("completion")
+    assert out.splitlines()[-1] == "broken plugins: 'shattered' (headrace-shattered 1.2); see `headrace plugins list`"
+    code, out, _ = run()
+    assert (code, out.startswith("usage: headrace")) == (EXIT_USAGE, True)
+
+
+def test_a_command_gets_its_arguments_and_the_global_ones(run: Run, act: Act) -> None:
+    seen: list[Any] = []
+    act.do = seen.append
+    flags = ["--log-level", "error", "-q", "--no-plugin", "gguf", "--no-plugin=shattered"]
+    for line in (["act", "a", *flags, "b", "--mode", "fast"], [*flags, "act", "--mode=fast", "a", "b"]):
+        assert run(*line)[0] == EXIT_OK
+        args = seen.pop()
+        assert (args.words, args.mode, args.quiet, args.log_level) == (["a", "b"], "fast", True, "error")
+        assert {plugin.name for plugin in args.catalog.plugins if plugin.status == "disabled"} == {"gguf", "shattered"}
+
+
+def test_nothing_after_two_dashes_is_a_flag(run: Run, act: Act) -> None:
+    seen: list[Any] = []
+    act.do = lambda args: seen.append(args.words)
+    assert run("act", "--", "--log-json", "-q")[0] == EXIT_OK
+    assert seen == [["--log-json", "-q"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["acct"], EXIT_USAGE, "did you mean 'act'?"),
+        (["--frob", "act"], EXIT_USAGE, "unknown option '--frob'"),
+        (["act", "--mode", "fasst"], EXIT_USAGE, "did you mean 'fast'?"),
+        (["act", "--mod", "fast"], EXIT_USAGE, "--mod"),
+        (["act", "--log-level", "loud"], EXIT_USAGE, "invalid choice: 'loud'"),
+        (["--no-plugin", "bultin", "act"], EXIT_USAGE, "did you mean 'builtin'?"),
+        (["needs"], EXIT_PLUGIN, "help: pip install it"),
+        (["hollow"], EXIT_PLUGIN, "has no function 'add_arguments'"),
+        (["plugins", "lst"], EXIT_USAGE, "did you mean 'list'?"),
+        (["plugins", "show", "nothing"], EXIT_PLUGIN, "is named 'nothing'"),
+        (["config", "check", "gone.toml"], EXIT_CONFIG, "no such config file: gone.toml"),
+        (["config", "explain", "s4://x"], EXIT_MODEL, "scheme 's4://'"),
+        (["toy://"], EXIT_USAGE, "headrace run toy://"),
+    ],
+)
+def test_errors_and_exit_codes(run: Run, argv: list[str], code: int, text: str) -> None:
+    got, out, err = run(*argv)
+    assert (got, out) == (code, "")
+    assert err.startswith("HR-")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_command_mentions_broken_plugins(run: Run) -> None:
+    assert "plugin 'shattered' (headrace-shattered 1.2) is broken" in run("serve")[2]
+
+
+def test_typed_errors_of_a_command(run: Run, act: Act) -> None:
+    act.do = fail(ModelError("HR-X-01", "it broke", "mend it"))
+    assert run("act") == (EXIT_MODEL, "", "HR-X-01: it broke\nhelp: mend it\n")
+    _, _, err = run("act", "--log-json")
+    assert json.loads(err) == {"level": "error", "code": "HR-X-01", "message": "it broke", "help": "mend it"}
+
+
+def test_bugs_have_a_traceback_on_request(run: Run, act: Act) -> None:
+    act.do = fail(ValueError("oops"))
+    code, _, err = run("act")
+    assert (code, err.splitlines()[0]) == (EXIT_INTERNAL, "HR-INTERNAL: unexpected ValueError: oops")
+    assert "--log-level debug" in err
+    assert "Traceback" not in err
+    assert "Traceback" in run("act", "--log-level", "debug")[2]
+    lines = [json.loads(line) for line in run("act", "--log-level", "debug", "--log-json")[2].splitlines()]
+    assert "Traceback" in lines[0]["traceback"]
+    assert lines[-1]["code"] == "HR-INTERNAL"
+
+
+def test_an_interrupt(run: Run, act: Act) -> None:
+    act.do = fail(KeyboardInterrupt())
+    assert run("act") == (EXIT_INTERRUPT, "", "")
+
+
+def test_log_json_writes_one_object_a_line(run: Run, act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    monkeypatch.setenv("HEADRACE_DISABLE_PLUGINS", "gone")
+    act.do = lambda args: logging.getLogger("headrace.x").warning("two\nlines %d", 3)
+    first, second = [json.loads(line) for line in run("act", "--log-json")[2].splitlines()]
+    assert "HEADRACE_DISABLE_PLUGINS" in first["message"]
+    assert (second["logger"], second["message"], second["level"]) == ("headrace.x", "two\nlines 3", "warning")
+    assert run("act", "-q")[2].startswith("warning: plugin 'gone' can't be disabled")
+
+
+def fail(error: BaseException) -> Callable[[Any], Any]:
+    def do(args: Any) -> Any:
+        raise error
+
+    return do
+
+
+# --- in a process of its own -----------------------------------------------------------------------------------------
+
+
+def headrace(*argv: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from headrace.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False, **kwargs)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "import sys; from headrace.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "plugins", "show", "toy"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("argv", "never"),
+    [
+        (["--version"], {"headrace.catalog", "pluggy", "logging", "numpy", "pydantic", "asyncio"}),
+        (["--help"], {"numpy", "pydantic", "asyncio", "torch", "llama_cpp", "rich", "jinja2", "headrace.config"}),
+        (["plugins", "list"], {"numpy", "pydantic", "asyncio", "torch", "llama_cpp", "headrace.config"}),
+    ],
+)
+def test_light_commands_load_light_modules(argv: list[str], never: set[str]) -> None:
+    code = "import sys; from headrace.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    assert not set(done.stderr.split()) & never
+
+
+# --- first-party commands --------------------------------------------------------------------------------------------
+
+
+def test_plugins_list(run: Run) -> None:
+    code, out, _ = run("plugins", "list")
+    assert code == EXIT_OK
+    assert "plugin 'shattered' (headrace-shattered 1.2) is broken: RuntimeError: this plugin is broken" in out
+    assert "a new device (UNVERIFIED on any hardware)" in out
+    listed = {each["name"]: each for each in json.loads(run("plugins", "list", "--json")[1])}
+    assert listed["shattered"]["status"] == "broken"
+    assert {"kind": "backend", "name": "new"}.items() <= listed["acting"]["offers"][0].items()
+
+
+def test_plugins_show(run: Run) -> None:
+    code, out, _ = run("plugins", "show", "toy")
+    assert code == EXIT_OK
+    assert "backend toy (plugin builtin, headrace" in out
+    assert "How KV is kept" in out
+    assert "Traceback" in run("plugins", "show", "shattered")[1]
+    shown = json.loads(run("plugins", "show", "ngram", "--json")[1])
+    assert {row["name"] for row in shown["offers"][0]["options"]} >= {"max_draft"}
+
+
+def test_config_check_and_explain(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('model = "toy://"\n[drafter]\nuse = "ngram"\nmax_drafts = 3\n[engine]\nx = 1\n')
+    code, _, err = run("config", "check", str(path))
+    assert code == EXIT_CONFIG
+    assert "did you mean 'max_draft'" in err
+    assert "c.toml:6)" in err
+    assert len([json.loads(line) for line in run("config", "check", str(path), "--log-json")[2].splitlines()]) == 2
+    path.write_text('model = "toy://"\n[drafter]\nuse = "ngram"\nmax_draft = 3\n')
+    assert run("config", "check", str(path)) == (EXIT_OK, f"{path}: no problems\n", "")
+    code, out, _ = run("config", "explain", str(path))
+    assert code == EXIT_OK
+    assert "backend = toy  [builtin (headrace" in out
+    assert "not new: reads new; the model is toy" in out
+    assert "c.toml:3)" in out
+    decisions = {each["key"]: each for each in json.loads(run("config", "explain", str(path), "--json")[1])}
+    assert decisions["drafter"]["facts"]["option max_draft"] == 3
+
+
+def test_config_init(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "new.toml"
+    assert run("config", "init", str(path), "--model", "toy://vocab=300", "--from", "toy")[0] == EXIT_OK
+    assert run("config", "check", str(path))[0] == EXIT_OK
+    assert 'model = "toy://vocab=300"' in path.read_text()
+    code, _, err = run("config", "init", str(path))
+    assert (code, "exists already" in err) == (EXIT_CONFIG, True)
+    assert run("config", "init", str(path), "--force", "-q")[:2] == (EXIT_OK, "")
+    assert "did you mean 'laptop'" in run("config", "init", str(path), "--force", "--from", "labtop")[2]
+    assert "no such folder" in run("config", "init", str(tmp_path / "no/x.toml"))[2]
+
+
+def test_doctor(run: Run, act: Act) -> None:
+    from headrace.hooks import CheckResult
+
+    act.check = lambda: [CheckResult("mine", "warn", "so so", "do this")]
+    code, out, _ = run("doctor")
+    assert code == EXIT_CHECK  # a plugin is broken
+    assert "plugin shattered: disable it with --no-plugin shattered" in out
+    assert "mine: do this" in out
+    assert "UNVERIFIED  backend new" in out
+    code, out, _ = run("doctor", "--json", "--no-plugin", "shattered")
+    result = json.loads(out)
+    checks = {each["name"]: each for each in result["checks"]}
+    assert (code, result["ok"]) == (EXIT_OK, True), [each for each in result["checks"] if each["status"] == "fail"]
+    assert checks["backend new"]["status"] == "unverified"
+    assert checks["python"]["status"] == "ok"
+    act.check = fail(ValueError("bad check"))  # type: ignore[assignment]
+    checks = {each["name"]: each for each in json.loads(run("doctor", "--json")[1])["checks"]}
+    assert checks["mine"]["status"] == "fail"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_parse(run: Run, shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert (code, "explain" in out) == (EXIT_OK, True)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=out, text=True, check=True)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("headrace pl", {"plugins"}),
+        ("headrace plugins s", {"show"}),
+        ("headrace -q config ", {"check", "explain", "init"}),
+        ("headrace config init --f", {"--from", "--force"}),
+        ("headrace act --lo", {"--log-level", "--log-json"}),
+        ("headrace completion f", {"fish"}),
+    ],
+)
+def test_bash_completes(run: Run, tmp_path: Path, line: str, words: set[str]) -> None:
+    script = run("completion", "bash")[1]
+    typed = line.split(" ")
+    script += f"\nCOMP_WORDS=({' '.join(repr(word) for word in typed)})\nCOMP_CWORD={len(typed) - 1}\n_headrace\n"
+    script += 'printf "%s\\n" "${COMPREPLY[@]}"\n'
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True, cwd=tmp_path / "empty")
+    got = set(done.stdout.split())
+    assert words <= got
+    assert all(word.startswith(typed[-1]) for word in got)
