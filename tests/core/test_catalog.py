@@ -14,8 +14,8 @@ from headrace.catalog import Catalog, PluginInfo
 from headrace.errors import ModelError, PluginError
 from headrace.hooks import BackendSpec, CommandSpec, DrafterSpec, KernelSpec, StoreSpec
 from headrace.types import ModelSource
+from plugin_text import HEAD, plugin_module
 
-HEAD = "from headrace.hooks import *\nfrom headrace.hooks import hookimpl\nheadrace_api = 1\n"
 STORE = HEAD + "@hookimpl\ndef headrace_stores():\n    yield StoreSpec(name={name!r}, factory='m:F', summary='s')\n"
 
 Install = Callable[..., None]
@@ -47,8 +47,7 @@ def plugin(catalog: Catalog, name: str) -> PluginInfo:
 
 
 def in_process(code: str, api: Any = 1) -> ModuleType:
-    module = ModuleType("fake")
-    exec(HEAD + code, vars(module))
+    module = plugin_module(code)
     module.headrace_api = api  # type: ignore[attr-defined]
     return module
 

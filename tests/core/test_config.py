@@ -15,13 +15,11 @@ from headrace.hooks import StoreSpec
 from headrace.options import ByteSize, Options, Seconds, describe
 from headrace.tomlmap import key_lines
 from headrace.types import FALLBACK_SAMPLING, EngineOptions, field_names
+from plugin_text import plugin_module
 from pydantic import Field, SecretStr
 
 Write = Callable[..., Path]
 PLUGIN = """
-from headrace.hooks import *
-from headrace.hooks import hookimpl
-headrace_api = 1
 @hookimpl
 def headrace_stores():
     yield StoreSpec(name="box", factory="fake_store:Box", options="fake_store:BoxOptions", summary="")
@@ -54,9 +52,7 @@ def catalog(monkeypatch: pytest.MonkeyPatch) -> Catalog:
     store.BoxOptions = BoxOptions  # type: ignore[attr-defined]
     store.Box = object  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "fake_store", store)
-    module = ModuleType("fake")
-    exec(PLUGIN, vars(module))
-    return Catalog.load(extra={"fake": module})
+    return Catalog.load(extra={"fake": plugin_module(PLUGIN)})
 
 
 @pytest.fixture

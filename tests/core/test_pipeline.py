@@ -19,12 +19,10 @@ from headrace.options import Options
 from headrace.pipeline import Decision, build, explain
 from headrace.testing.toy import ToyConstraint, ToyModel, ToyOracle, ToyPaged, ToySlots
 from headrace.types import BuildContext, Capabilities, Fit, MachineInfo, ModelSource, ModelSpec, Reject
+from plugin_text import plugin_module
 
 PLUGIN = """
-from headrace.hooks import *
-from headrace.hooks import hookimpl
 from headrace.types import ModelSource
-headrace_api = 1
 
 @hookimpl
 def headrace_resolve(uri):
@@ -142,9 +140,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 @pytest.fixture
 def catalog(fake: Fake) -> Catalog:
-    module = ModuleType("fake")
-    exec(PLUGIN, vars(module))
-    return Catalog.load(extra={"fake": module})
+    return Catalog.load(extra={"fake": plugin_module(PLUGIN)})
 
 
 def decisions(catalog: Catalog, *sets: str, model: str = "fake://fake") -> dict[str, Decision]:
@@ -274,10 +270,8 @@ def test_a_format_that_nobody_reads_names_the_extra(catalog: Catalog) -> None:
 
 
 def test_two_backends_of_one_name(fake: Fake) -> None:
-    modules = {}
-    for name in "ab":
-        modules[name] = ModuleType(name)
-        exec(PLUGIN.partition("@hookimpl\ndef headrace_drafters")[0], vars(modules[name]))
+    text = PLUGIN.partition("@hookimpl\ndef headrace_drafters")[0]
+    modules = {name: plugin_module(text, name) for name in "ab"}
     error = refused(Catalog.load(extra=modules))
     assert error.code == "HR-PLUGIN-04"
     assert "'a' (in-process) and 'b' (in-process)" in error.message

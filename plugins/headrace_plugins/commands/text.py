@@ -28,5 +28,6 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple | set | frozenset):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
+        return ", ".join(map(shown, value)) or "none"
+    text = str(value)
+    return text if text.isprintable() else repr(text)
