@@ -154,6 +154,8 @@ class Choice:
 
     key: str
     """Dotted key of the table: "backend", "parallel.experts", "observers.0"."""
+    path: KeyPath = field(default=(), repr=False)
+    """The same, as keys."""
     use: str | None
     """Record name; None = choose for me (backend only)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -194,6 +196,8 @@ class Config:
     path: str | None = None
     origin: Mapping[str, Where] = field(default_factory=dict, repr=False)
     """Dotted key -> where it was set; keys at their default are missing."""
+    paths: Mapping[KeyPath, Where] = field(default_factory=dict, repr=False)
+    """The same by keys, so that keys with dots in them are told apart."""
 
     def choices(self) -> Iterable[tuple[Choice, type[Spec]]]:
         """Every choice with the kind of record that it picks."""
@@ -285,6 +289,7 @@ def _config(tree: Tree, path: str | None, problems: list[HeadraceError]) -> Conf
         chat=_chat(tables["chat"], tree, problems),
         path=path,
         origin={dotted(key): where for key, where in tree.origin.items()},
+        paths=dict(tree.origin),
         observers=tuple(_many("observers", tree, problems).values()),
         parallel=_many("parallel", tree, problems),
         **{name: _single((name,), data[name], tree, problems) if name in data else None for name in SINGLE},
@@ -320,7 +325,9 @@ def _single(path: KeyPath, raw: Any, tree: Tree, problems: list[HeadraceError]) 
             message = f"unknown key {at((*path, key), tree)}"
             problems.append(ConfigError("HR-CONFIG-03", message, f'use = "{NONE}" takes no options'))
         return None
-    return Choice(key=dotted(path), use=use, options=options, where=tree.where((*path, "use")) or tree.where(path))
+    return Choice(
+        key=dotted(path), path=path, use=use, options=options, where=tree.where((*path, "use")) or tree.where(path)
+    )
 
 
 def _many(name: str, tree: Tree, problems: list[HeadraceError]) -> dict[str, Choice]:
@@ -390,8 +397,8 @@ def check_options(
     config: Config, choice: Choice, entry: Entry[S], catalog: Catalog, problems: list[HeadraceError]
 ) -> Chosen[S] | None:
     """Check a choice's options against the model that its plugin names."""
-    tree = Tree(origin={_path(key): where for key, where in config.origin.items()})
-    path = _path(choice.key)
+    tree = Tree(origin=dict(config.paths))
+    path = choice.path
     label = f"{kind_of(type(entry.spec))} '{entry.spec.name}'"
     if entry.spec.options is None:
         for key in choice.options:
@@ -409,15 +416,3 @@ def check_options(
         return None
     options = validate(model, choice.options, path, tree, label, problems, _ELSEWHERE)
     return Chosen(choice, entry, options) if options is not None else None
-
-
-def _path(key: str) -> KeyPath:
-    """The path of a dotted key, as `dotted` wrote it."""
-    import tomllib
-
-    path: KeyPath = ()
-    table: Any = tomllib.loads(f"{key} = 0")
-    while isinstance(table, dict):
-        ((part, table),) = table.items()
-        path = (*path, part)
-    return path

@@ -159,7 +159,7 @@ def _select_all(config: Config, catalog: Catalog | None) -> _Selected:
     }
     raise_problems(problems)
     source = catalog.resolve(config.model)
-    asked = config.backend or Choice(key="backend", use=None)
+    asked = config.backend or Choice(key="backend", path=("backend",), use=None)
     answers = _probe(catalog, machine, source, asked)
     entry, fit, rejected = _select(answers, source, asked)
     backend: Chosen[Any] | None = chosen.get("backend") or check_options(config, asked, entry, catalog, problems)

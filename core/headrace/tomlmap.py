@@ -6,6 +6,7 @@ headers, keys, strings and brackets.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 
@@ -24,7 +25,7 @@ _SCALAR = re.compile(r"[^,\]}\n#]*")
 
 def dotted(path: KeyPath) -> str:
     """A key path as it is written in TOML."""
-    return ".".join(key if _BARE_KEY.match(key) else f'"{key}"' for key in path)
+    return ".".join(key if _BARE_KEY.match(key) else json.dumps(key, ensure_ascii=False) for key in path)
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:

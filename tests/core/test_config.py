@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +17,12 @@ from headrace.hooks import StoreSpec
 from headrace.options import ByteSize, Options, Seconds, describe
 from headrace.tomlmap import key_lines
 from headrace.types import FALLBACK_SAMPLING, EngineOptions, field_names
+from hypothesis import given
+from hypothesis import strategies as st
 from plugin_text import plugin_module
 from pydantic import Field, SecretStr
 
+CATALOG = Catalog.load()
 Write = Callable[..., Path]
 PLUGIN = """
 @hookimpl
@@ -116,7 +121,13 @@ def test_a_whole_file(write: Write) -> None:
     assert config.backend is not None
     assert (config.backend.use, config.backend.options) == ("toy", {"kv": "slots"})
     assert config.observers == (
-        Choice(key="observers.log", use="x", options={"level": 2}, where=config.origin["observers.log.use"]),
+        Choice(
+            key="observers.log",
+            path=("observers", "log"),
+            use="x",
+            options={"level": 2},
+            where=config.origin["observers.log.use"],
+        ),
     )
     assert config.parallel["experts"].options == {"size": 4}
     assert (config.plugins_disable, config.chat, config.determinism) == (("a",), {"system": "Hi."}, "off")
@@ -409,6 +420,63 @@ def test_files_that_are_no_config(write: Write, tmp_path: Path) -> None:
 )
 def test_tables_of_the_wrong_shape(write: Write, text: str, message: str) -> None:
     assert message in problem(write('model = "m://"\n' + text.replace("store =", "store ="))).help
+
+
+_SCALARS = ["1", "true", "nan", "-inf", "1e400", "9" * 40, '"x"', '""', "1979-05-27", "07:32:00", "[]", "{}"]
+_KEYS = ["use", "env", "x", '""', '"a.b"', "'q\"'", '"\\n\\u007f"', "slots", "0"]
+_PLACES = [
+    "model",
+    "determinism",
+    "backend",
+    "drafter",
+    "store",
+    "engine",
+    "sampling",
+    "observers",
+    "parallel",
+    "chat",
+    "plugins",
+    "extends",
+    "backend.kv",
+    "engine.max_waiting",
+    "sampling.top_p",
+    "observers.a",
+    "plugins.disable",
+    "chat.template",
+    "'we\\ird'",
+    '"\\t"',
+    'observers."a.b".use',
+]
+
+
+def _inline_table(pairs: list[tuple[str, str]]) -> str:
+    return "{" + ", ".join(f"{key} = {value}" for key, value in pairs) + "}"
+
+
+_VALUES = st.recursive(
+    st.sampled_from(_SCALARS),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.lists(st.tuples(st.sampled_from(_KEYS), inner), max_size=3, unique_by=lambda pair: pair[0]).map(
+            _inline_table
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(place=st.sampled_from(_PLACES), value=_VALUES, backend=st.booleans())
+def test_any_value_anywhere_is_a_config_or_a_config_error(place: str, value: str, backend: bool) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "any.toml"
+        path.write_text(f"{place} = {value}\n")
+        with contextlib.suppress(ConfigError):
+            load_config(
+                path,
+                model=None if place == "model" else "toy://",
+                sets=["backend.use=toy"] if backend else [],
+                catalog=CATALOG,
+            )
 
 
 # --- lines and descriptions ------------------------------------------------------------------------------------------
