@@ -18,7 +18,17 @@ from headrace.kvspace import PagedSpace, SlotSpace
 from headrace.options import Options
 from headrace.pipeline import Decision, build, explain
 from headrace.testing.toy import ToyConstraint, ToyModel, ToyOracle, ToyPaged, ToySlots
-from headrace.types import BuildContext, Capabilities, Fit, MachineInfo, ModelSource, ModelSpec, Reject
+from headrace.types import (
+    BuildContext,
+    Capabilities,
+    Fit,
+    MachineInfo,
+    ModelSource,
+    ModelSpec,
+    Reject,
+    Request,
+    SamplingParams,
+)
 from plugin_text import plugin_module
 
 PLUGIN = """
@@ -195,10 +205,15 @@ def test_no_hook_is_called_once_it_is_built(catalog: Catalog) -> None:
     with build(load_config(None, model="fake://fake"), catalog=catalog) as pipeline:
         stop = catalog.manager.add_hookcall_monitoring(lambda name, *_: calls.append(name), lambda *_: None)
         engine = pipeline.engine()
-        engine.step()
+        (seq,) = engine.add(Request(id="r", prompt_ids=(70, 71, 72), params=SamplingParams(max_tokens=5).resolved()))
+        while engine.has_work():
+            engine.step()
         engine.close()
+        assert not calls
+        catalog.resolve("fake://x")
         stop()
-    assert not calls
+    assert calls, "the monitor sees nothing"
+    assert seq.finish_reason
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
