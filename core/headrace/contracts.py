@@ -168,12 +168,8 @@ class KVSpace(Contract):
     """
 
     @abstractmethod
-    def fits(self, n_tokens: int) -> bool:
-        """Could a sequence of n_tokens ever run, alone?"""
-
-    @abstractmethod
     def capacity_tokens(self) -> int:
-        """Largest n_tokens for which fits() is true."""
+        """Tokens of the longest sequence that can run, alone."""
 
     @abstractmethod
     def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
@@ -277,19 +273,15 @@ class Matcher(Contract):
         Returns the number of rows written; it stops early after a draft that the grammar refuses or completes. The
         state is as before when it returns. The default accepts, fills and rolls back.
         """
-        accepted = 0
-        for j in range(len(drafts) + 1):
-            if self.done():
+        n_rows = n_accepted = 0
+        while not self.done():
+            self.fill(bits[n_rows])
+            n_rows += 1
+            if n_accepted == len(drafts) or not self.accept(drafts[n_accepted]):
                 break
-            self.fill(bits[j])
-            if j == len(drafts) or not self.accept(drafts[j]):
-                self.rollback(accepted)
-                return j + 1
-            accepted += 1
-        else:  # pragma: no cover - the loop always leaves by return or break
-            raise AssertionError
-        self.rollback(accepted)
-        return j
+            n_accepted += 1
+        self.rollback(n_accepted)
+        return n_rows
 
 
 class Store(Contract):

@@ -61,9 +61,6 @@ class PagedSpace(KVSpace):
 
     # --- admission -------------------------------------------------------------------------------------------------
 
-    def fits(self, n_tokens: int) -> bool:
-        return -(-n_tokens // self.block_tokens) <= self.n_blocks
-
     def capacity_tokens(self) -> int:
         return self.n_blocks * self.block_tokens
 
@@ -248,9 +245,6 @@ class SlotSpace(KVSpace):
         self._stamp = [0] * n
         self._clock = 0
 
-    def fits(self, n_tokens: int) -> bool:
-        return n_tokens <= self.slot_tokens and self.n_slots > 0
-
     def capacity_tokens(self) -> int:
         return self.slot_tokens if self.n_slots else 0
 
@@ -263,11 +257,9 @@ class SlotSpace(KVSpace):
         best, slot = 0, -1
         if use_prefix and self.prefix_cache:
             for candidate in idle:
-                common = self._usable(candidate, self._content[candidate], seq.tokens, root, limit)
+                common = self._usable(candidate, seq.tokens, root, limit)
                 if common > best:
                     best, slot = common, candidate
-        if slot < 0:  # an empty slot first, then the one that was idle for longest
-            slot = min(idle, key=lambda i: (self._length[i] > 0, self._stamp[i]))
         source = -1
         if use_prefix and self.prefix_cache and self.fork:
             for other, holder in enumerate(self._holder):
@@ -275,8 +267,9 @@ class SlotSpace(KVSpace):
                     common = min(_common_prefix(holder.tokens, seq.tokens, holder.computed), limit)
                     if common > best and (self.partial_trim or common == holder.computed):
                         best, source = common, other
-        if source >= 0:
+        if slot < 0 or source >= 0:  # an empty slot first, then the one that was idle for longest
             slot = min(idle, key=lambda i: (self._length[i] > 0, self._stamp[i]))
+        if source >= 0:
             ops.append(Fork(source, slot, best))
         elif best == 0 and self._length[slot]:
             ops.append(Free(slot))
@@ -290,7 +283,9 @@ class SlotSpace(KVSpace):
         seq.computed = best
         return True
 
-    def _usable(self, slot: int, content: list[int], tokens: list[int], root: Root, limit: int) -> int:
+    def _usable(self, slot: int, tokens: list[int], root: Root, limit: int) -> int:
+        """How much of an idle slot's content can stay for tokens."""
+        content = self._content[slot]
         if not content or self._root[slot] != root:
             return 0
         common = min(_common_prefix(content, tokens, len(content)), limit)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.errors import RequestError
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.contracts import Matcher
-
-BlockId = NewType("BlockId", int)
 
 DEFAULT_SEED = 20261017
 """Seed of a request that sets none: output repeats by default, between processes too. `seed="random"` opts out."""

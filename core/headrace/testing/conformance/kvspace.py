@@ -49,12 +49,15 @@ class KVSpaceConformance:
 
     # --- answers
 
-    def test_capacity_is_the_largest_that_fits(self, space: KVSpace) -> None:
-        n = space.capacity_tokens()
+    def test_capacity_is_the_longest_that_runs_alone(self, space: KVSpace) -> None:
+        n, ops = space.capacity_tokens(), list[KVOp]()
         assert n > 0
-        assert space.fits(n)
-        assert not space.fits(n + 1)
-        assert space.fits(1)
+        for n_tokens in (1, n):
+            seq = sequence([7] * n_tokens)
+            assert space.admit(seq, ops)
+            assert space.reserve(seq, n_tokens, ops)
+            space.release(seq, ops, False)
+        assert not space.admit(sequence([7] * (n + 1)), ops)
 
     def test_table_has_one_row_per_slot_or_is_none(self, space: KVSpace) -> None:
         seq, ops = sequence([1, 2, 3, 4, 5, 6]), list[KVOp]()
