@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from headrace.types import (
     DraftView,
     EngineOptions,
     FinishReason,
+    Grammar,
     KVOp,
     LogprobRows,
     MaskBatch,
@@ -160,7 +160,7 @@ class Engine:
             seq.deadline = seq.request.arrival_s + params.deadline_s
             self._timed.add(seq)
 
-    def _compile(self, grammar: Any) -> Future[Compiled]:
+    def _compile(self, grammar: Grammar) -> Future[Compiled]:
         assert self.constraints is not None
         if self._compilers is None:
             self._compilers = ThreadPoolExecutor(2, thread_name_prefix="headrace-compile")
@@ -325,7 +325,7 @@ class Engine:
     def _commit(self, result: StepResult, plan: StepPlan, rows: Rows) -> tuple[int, int]:
         """Append what was sampled, move `computed`, end what is complete. Returns drafts (verified, accepted)."""
         if result.logprobs is not None:
-            _spread(result.logprobs, rows.seqs, lambda seq: seq.logprobs)
+            self._take_logprobs(result.logprobs, rows.seqs)
         if result.prompt_logprobs is not None:
             self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs)
         tokens, starts = result.tokens.tolist(), result.starts.tolist()
@@ -401,6 +401,12 @@ class Engine:
                 seq.error = _plugin_failure("constraint engine", error)
                 return "error"
         return "length" if len(seq.tokens) >= seq.limit else None
+
+    def _take_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> None:
+        for row, ids, values in zip(found.row.tolist(), found.ids, found.values, strict=True):
+            have = seqs[row].logprobs
+            if have is not None:
+                have.append((ids, values))
 
     def _take_prompt_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> None:
         """Entries come once per position; those that a replay brings again are dropped."""
@@ -618,10 +624,3 @@ def _plugin_failure(what: str, error: Exception) -> HeadraceError:
     failure = RequestError("HR-STEP-03", f"the {what} failed: {error!r}", "report it to the plugin's author")
     failure.__cause__ = error
     return failure
-
-
-def _spread(found: LogprobRows, seqs: list[Sequence], of: Callable[[Sequence], list[Any] | None]) -> None:
-    for row, ids, values in zip(found.row.tolist(), found.ids, found.values, strict=True):
-        into = of(seqs[row])
-        if into is not None:
-            into.append((ids, values))

@@ -79,12 +79,12 @@ class StepSampler:
         self.raw: list[list[Floats]] = [[] for _ in self.rows]
 
     def run(self) -> StepResult:
-        alive = range(len(self.rows))
+        alive: Sequence[int] = range(len(self.rows))
         j = 0
         while alive:
             picks = [pick for i in alive if (pick := self._prepare(i, j)) is not None]
             self._race([pick for pick in picks if pick.token < 0])
-            alive = [pick.i for pick in picks if self._commit(pick, j)]  # type: ignore[assignment]
+            alive = [pick.i for pick in picks if self._commit(pick, j)]
             j += 1
         emitted = np.zeros(len(self.plan.seq), np.int32)
         emitted[self.rows] = [len(tokens) for tokens in self.emitted]

@@ -298,7 +298,7 @@ class Sequence:
         self.counts: dict[int, int] | None = None
         """Token -> occurrences in prompt and output; kept only when a penalty is on."""
         self.extras: Any = None
-        """Bias, bans and other things that few requests have (`headrace.engine.Extras`), or None."""
+        """Bias, bans and other things that few requests have (`headrace.admission.Extras`), or None."""
         self.stop_ids: frozenset[int] = frozenset()
         self.stop_reason: str | int | None = None
         self.wants = 0

@@ -10,7 +10,7 @@ from headrace.options import Options
 
 
 class ToyOptions(Options):
-    kv: Literal["paged", "slots"] | None = Field(None)
+    kv: Literal["paged", "slots"] | None = None
     """How KV is kept; default paged."""
     blocks: int | None = Field(None, ge=1)
     """Number of KV blocks (paged); default 16384 tokens' worth."""
@@ -20,7 +20,7 @@ class ToyOptions(Options):
     """Number of slots; default: engine.max_sequences."""
     slot_tokens: int | None = Field(None, ge=2)
     """Tokens per slot; default: the model's context."""
-    partial_trim: bool | None = Field(None)
+    partial_trim: bool | None = None
     """Slots accept any trim; false imitates recurrent memory."""
-    fork: bool | None = Field(None)
+    fork: bool | None = None
     """Slots can be forked; default true."""

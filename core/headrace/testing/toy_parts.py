@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -239,9 +239,6 @@ class ToyStrategy(Strategy):
     def split(self, plan: StepPlan) -> Seq[NDArray[np.int32]]:
         rank = plan.slot % self.size
         return [np.flatnonzero(rank == r).astype(np.int32) for r in range(self.size)]
-
-    def after_step(self, stats: StepStats) -> Mapping[str, Any] | None:
-        return None
 
 
 class ToyObserver(Observer):

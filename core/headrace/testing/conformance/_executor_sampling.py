@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,8 +135,8 @@ class SamplingChecks(ExecutorFixture):
         need(self.core_sampler, "samples by its own rules")
         prompt = self.prompts(rig.executor)[0]
 
-        def token(**row: object) -> int:
-            result = emitted(rig.step(RigRow(seq=0, tokens=prompt, **row)))[0][0]  # type: ignore[arg-type]
+        def token(**row: Any) -> int:
+            result = emitted(rig.step(RigRow(seq=0, tokens=prompt, **row)))[0][0]
             rig.free(0)
             return result
 

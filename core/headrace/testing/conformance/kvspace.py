@@ -237,7 +237,7 @@ class KVSpaceConformance:
         walk.release(seq, reuse=reuse)
 
 
-def sequence(tokens: list[int], **request: object) -> Sequence:
+def sequence(tokens: list[int], **request: Any) -> Sequence:
     """A sequence as the engine would make it."""
     params = SamplingParams(temperature=0.0).resolved(FALLBACK_SAMPLING)
-    return Sequence(Request(id="r", prompt_ids=tuple(tokens), params=params, **request), 0, 1 << 30)  # type: ignore[arg-type]
+    return Sequence(Request(id="r", prompt_ids=tuple(tokens), params=params, **request), 0, 1 << 30)
