@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from headrace.contracts import ConstraintEngine, Executor, KVSpace
 from headrace.errors import RequestError
-from headrace.types import FALLBACK_SAMPLING, Request, Sequence
+from headrace.types import Request, SamplingParams, Sequence
+
+_OFF = SamplingParams(temperature=0.0, top_p=1.0).resolved()
+"""Parameters that ask nothing of an executor: greedy, no filter, no penalty, the default seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,7 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 def _check_support(request: Request, executor: Executor, constraints: ConstraintEngine | None) -> None:
     params, caps = request.params, executor.caps
     for name, why in caps.refuses.items():
-        neutral = FALLBACK_SAMPLING.get(name) if name in ("typical_p", "min_p", "top_k") else None
-        if getattr(params, name) not in (None, False, 0, (), 1.0, neutral):
+        if getattr(params, name) != getattr(_OFF, name):
             raise RequestError("HR-REQUEST-06", f"{name} = {getattr(params, name)!r} can't be honoured here: {why}")
     if not caps.logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise RequestError("HR-REQUEST-06", "this backend returns no log-probabilities", "leave logprobs out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from engine_harness import MODEL, Setup, drain, output, plain, request, run
@@ -356,6 +357,26 @@ def test_bad_requests_have_their_own_error(prompt: tuple[int, ...], params: dict
         engine.add(request("r", prompt, SamplingParams(**params)))
     assert refused.value.code == code
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ({"top_k": 0}, {"top_k": 1}),
+        ({"min_p": 0.0}, {"min_p": 1.0}),
+        ({"top_p": 1.0}, {"top_p": 0.0}),
+        ({"presence_penalty": 0.0}, {"presence_penalty": 1.0}),
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.1}),
+        ({"logit_bias": None}, {"logit_bias": {5: 1.0}}),
+        ({"min_tokens": 0}, {"min_tokens": 1}),
+    ],
+)
+def test_what_the_executor_can_not_honour_is_refused_when_asked_for(off: dict, on: dict) -> None:
+    engine = Setup().engine()
+    engine.executor.caps = replace(engine.executor.caps, refuses=dict.fromkeys(on, "not here"))
+    engine.add(request("off", "x", SamplingParams(max_tokens=2, **off)))
+    with pytest.raises(RequestError, match=r"HR-REQUEST-06: .* can't be honoured here: not here"):
+        engine.add(request("on", "x", SamplingParams(max_tokens=2, **on)))
 
 
 def test_an_id_in_use_is_refused() -> None:
