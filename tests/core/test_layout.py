@@ -27,7 +27,7 @@ CORE_CODE_LINES = {"step": 2600, "build": 2000, "front doors": 950}
 CORE_GROUPS = {
     "build": {
         "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "machine",
-        "cli",
+        "home", "cli",
     },
     "front doors": {"runner", "llm", "chat"},
 }  # fmt: skip
@@ -37,6 +37,7 @@ ENVIRONMENT = {"HEADRACE_CONFIG", "HEADRACE_HOME", "HEADRACE_DISABLE_PLUGINS"}
 ENVIRONMENT_EXCEPTIONS = {
     # (path or folder, variable; "?" = one that only the run knows): why
     ("core/headrace/options.py", "?"): "the secrets of a config: {env = NAME}",
+    ("core/headrace/home.py", "XDG_CACHE_HOME"): "where cache folders lie, on systems that follow freedesktop.org",
     ("backends/gguf/", "OMP_WAIT_POLICY"): "the OpenMP runtime reads it when llama.cpp is loaded",
     ("backends/gguf/", "GGML_NO_BACKTRACE"): "ggml reads it: the trial process is to end without starting a debugger",
 }
@@ -48,6 +49,7 @@ BACKEND_IMPORTS = {
     "headrace.config",  # Options, the base of option models, and the types of sizes and times ...
     "headrace.options",  # ... where they are defined
     "headrace.sampling",  # the reference sampler, for backends that sample on the host
+    "headrace.home",  # the cache folder
 }  # fmt: skip
 
 # Who may import whom inside core: only the same rung or one before it. Modules not named are on the rung of the

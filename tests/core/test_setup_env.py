@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from headrace.home import cache_home
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = '[project]\nname = "x"\ndependencies = ["llama-cpp-python==0.3.36"]\n'
@@ -133,10 +134,22 @@ def test_cache_folder_that_cannot_be_made(env: ModuleType, tmp_path: Path) -> No
     assert "HEADRACE_HOME" in caught.value.help
 
 
-def test_cache_home(env: ModuleType) -> None:
-    assert env.cache_home({"HEADRACE_HOME": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert env.cache_home({"XDG_CACHE_HOME": "/b"}) == Path("/b/headrace")
-    assert env.cache_home({}) == Path("~/.cache/headrace").expanduser()
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"HEADRACE_HOME": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"HEADRACE_HOME": "~/a"}, "~/a"),
+        ({"HEADRACE_HOME": "", "XDG_CACHE_HOME": "/b"}, "/b/headrace"),
+        ({}, "~/.cache/headrace"),
+    ],
+)
+def test_cache_home(env: ModuleType, environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule, said twice: the set-up runs before Headrace can be imported."""
+    for name in ("HEADRACE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert env.cache_home(environ) == cache_home() == Path(folder).expanduser()
 
 
 def test_build_comes_from_the_pin(env: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, ModelError
+from headrace.home import cache_home
 
 if TYPE_CHECKING:
     from headrace_gguf.facts import GGUFFacts
@@ -66,9 +67,8 @@ def _remembered(facts: GGUFFacts, job: str) -> Path:
     """The empty file that says this model was tried with these settings and this llama.cpp."""
     from headrace_gguf.llama import library
 
-    home = Path(os.environ.get("HEADRACE_HOME") or "~/.cache/headrace").expanduser()
     name = sha256(f"{facts.fingerprint} {library().version} {job}".encode()).hexdigest()
-    return home / "gguf-tried" / name
+    return cache_home() / "gguf-tried" / name
 
 
 def main(job: str) -> int:

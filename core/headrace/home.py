@@ -1,0 +1,16 @@
+"""Where Headrace keeps files between runs. Nothing in there is precious: whoever reads it can make it again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_home() -> Path:
+    """`$HEADRACE_HOME`, else `headrace` in the user's cache folder. Absolute; perhaps not there yet.
+
+    `scripts/setup_env.py` says the same rule again: it runs before there is a headrace to import.
+    """
+    if home := os.environ.get("HEADRACE_HOME"):
+        return Path(home).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "headrace"
