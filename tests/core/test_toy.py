@@ -12,6 +12,7 @@ from headrace.errors import Fatal, ModelError, StepFailed
 from headrace.testing.rig import Rig, RigRow, emitted
 from headrace.testing.toy import KVCorrupt, ToyModel, ToyPaged, ToySlots
 from headrace.testing.toy_backend import open_executor, probe, resolve
+from headrace.testing.toy_options import ToyOptions
 from headrace.types import (
     WANT_LOGITS,
     WANT_TOKEN,
@@ -277,10 +278,11 @@ def test_fast_mode_neither_reads_kv_nor_hashes() -> None:
 # --- toy:// models
 
 
-def build(uri: str, options: object = None) -> ToyPaged | ToySlots:
+def build(uri: str) -> ToyPaged | ToySlots:
     source = resolve(uri)
     assert source is not None
-    executor = open_executor(source, options, BuildContext(engine=EngineOptions(max_sequences=3), machine=MACHINE))  # type: ignore[arg-type]
+    context = BuildContext(engine=EngineOptions(max_sequences=3), machine=MACHINE)
+    executor = open_executor(source, ToyOptions(), context)
     assert isinstance(executor, (ToyPaged, ToySlots))
     return executor
 

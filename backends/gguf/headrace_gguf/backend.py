@@ -30,18 +30,12 @@ def probe(machine: MachineInfo, source: ModelSource) -> Fit | Reject:
     if source.format != "gguf":
         return Reject(f"{source.uri} is {source.format or 'no known format'}, not GGUF")
     facts = read_facts(source.path)
-    if importlib.util.find_spec("llama_cpp") is None:
-        return Reject("llama-cpp-python is not installed", INSTALL)
     return Fit(SCORE, f"a {facts.quantisation} {facts.architecture} model in GGUF", as_facts(facts))
 
 
-def open_executor(source: ModelSource, options: GGUFOptions | None, context: BuildContext) -> GGUFExecutor:
+def open_executor(source: ModelSource, options: GGUFOptions, context: BuildContext) -> GGUFExecutor:
     """Check the file and the memory, then make an executor (not opened). Raises ModelError or ConfigError."""
     facts = read_facts(source.path)
-    if options is None:
-        from headrace_gguf.options import GGUFOptions
-
-        options = GGUFOptions()
     shape = resolve(facts, options, context.engine, context.machine, library().gpu_offload)
     from headrace_gguf.executor import GGUFExecutor
 

@@ -15,7 +15,8 @@ class RawLoop:
     """A second context over an open executor's weights. Also times the executor's own `llama_decode` calls."""
 
     def __init__(self, executor: GGUFExecutor) -> None:
-        assert executor._library_model is not None and executor._context is not None, "open the executor first"
+        assert executor._library_model is not None, "open the executor first"
+        assert executor._context is not None
         self._context = Context(executor._library_model, executor._context_params())
         self._tokens: list[int] = []
         self.decode_s = 0.0

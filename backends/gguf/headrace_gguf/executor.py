@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from headrace.contracts import Executor
 from headrace.errors import ModelError, StepFailed
+from headrace.sampling import prompt_logprobs, sample_step
 from headrace.types import (
     WANT_PROMPT_LOGPROBS,
     Capabilities,
@@ -25,7 +26,7 @@ from headrace.types import (
 from headrace_gguf import native
 from headrace_gguf.facts import GGUFFacts
 from headrace_gguf.llama import FLASH_ATTENTION, KV_TYPES, Context, ContextParams, Model
-from headrace_gguf.memory import Shape
+from headrace_gguf.memory import Shape, slot_positions
 from headrace_gguf.tokenizer import GGUFTokenizer
 from headrace_gguf.trial import try_load
 
@@ -124,7 +125,7 @@ class GGUFExecutor(Executor):
         shape, options = self._shape, self._options
         return ContextParams(
             n_slots=shape.slots,
-            slot_tokens=-(-shape.context_tokens // 256) * 256,
+            slot_tokens=slot_positions(shape.context_tokens),
             n_batch=shape.batch_tokens,
             n_ubatch=min(options.ubatch_tokens, shape.batch_tokens),
             n_threads=shape.threads,
@@ -284,15 +285,11 @@ class GGUFExecutor(Executor):
         if self._native is not None:
             step.result = self._native.sample(plan, step.rows, masks, prompt)
             return
-        from headrace.sampling import sample_step
-
         step.result = sample_step(plan, step.rows, masks)
         if prompt is not None:
             step.result.prompt_logprobs = prompt
 
     def _prompt_logprobs(self, step: _Step) -> LogprobRows | None:
-        from headrace.sampling import prompt_logprobs
-
         plan, wanted, taken = step.plan, [], 0
         block = self._open_context().logits_block
         for row in range(len(plan.seq)):

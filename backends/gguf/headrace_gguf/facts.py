@@ -72,7 +72,6 @@ class GGUFFacts:
     quantisation: str
     """Tensor type that holds most bytes."""
     n_vocab: int
-    n_layers: int
     n_embd: int
     n_heads: int
     context_length: int
@@ -212,7 +211,6 @@ class _Facts:
             n_tensors=len(self.tensors),
             quantisation=max(by_type, key=lambda name: by_type[name]),
             n_vocab=n_vocab,
-            n_layers=n_layers,
             n_embd=n_embd,
             n_heads=n_heads,
             context_length=context,

@@ -83,8 +83,6 @@ class GGUFFile:
 
     path: str
     size_bytes: int
-    version: int
-    alignment: int
     metadata: Mapping[str, Any]
     """Scalars and `Array`s, by key."""
     tensors: tuple[TensorInfo, ...]
@@ -185,7 +183,7 @@ class _Reader:
     # --- sections ----------------------------------------------------------------------------------------------------
 
     def read(self) -> GGUFFile:
-        version, n_tensors, n_keys = self._header()
+        n_tensors, n_keys = self._header()
         metadata: dict[str, Any] = {}
         for i in range(n_keys):
             key = self._text(f"key {i}", MAX_KEY_BYTES)
@@ -200,11 +198,12 @@ class _Reader:
         data_start = (end + alignment - 1) // alignment * alignment
         self._layout(tensors, data_start, alignment)
         return GGUFFile(
-            path=self.path, size_bytes=self.size, version=version, alignment=alignment, metadata=metadata,
-            tensors=tensors, data_start=data_start, digest=self._digest(end, data_start),
+            path=self.path, size_bytes=self.size, metadata=metadata, tensors=tensors, data_start=data_start,
+            digest=self._digest(end, data_start),
         )  # fmt: skip
 
-    def _header(self) -> tuple[int, int, int]:
+    def _header(self) -> tuple[int, int]:
+        """(tensors, keys) of a file in a version that is supported."""
         if self.size == 0:
             raise ModelError("HR-GGUF-02", f"{self.path} is empty", "download the model again")
         self._need(min(4, self.size), "magic")
@@ -234,7 +233,7 @@ class _Reader:
         ):
             if count > most or count * least > self.size:
                 self._fail(5, f"{count} is too large for a file of {self.size} bytes (at most {most})", where)
-        return version, n_tensors, n_keys
+        return n_tensors, n_keys
 
     def _value(self, key: str) -> Any:
         kind = self._scalar(_U32, f"type of '{key}'")

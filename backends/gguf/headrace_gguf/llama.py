@@ -121,7 +121,7 @@ class Library:
 class ContextParams:
     n_slots: int
     slot_tokens: int
-    """A multiple of 256."""
+    """A multiple of what llama.cpp rounds to (`headrace_gguf.memory`)."""
     n_batch: int
     n_ubatch: int
     n_threads: int

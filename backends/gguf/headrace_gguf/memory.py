@@ -58,6 +58,11 @@ class Shape:
         return described
 
 
+def slot_positions(context_tokens: int) -> int:
+    """Positions that llama.cpp gives a slot for so many."""
+    return -(-context_tokens // CONTEXT_STEP) * CONTEXT_STEP
+
+
 def gib(n_bytes: float) -> str:
     return f"{n_bytes / 2**30:.2f} GiB"
 
@@ -81,7 +86,7 @@ def resolve(
     batch = engine.max_batch_tokens if options.batch_tokens == "auto" else options.batch_tokens
 
     def needed(slots: int, context: int) -> int:
-        kv = slots * (-(-context // CONTEXT_STEP) * CONTEXT_STEP * per_token + facts.state_bytes)
+        kv = slots * (slot_positions(context) * per_token + facts.state_bytes)
         flash = options.flash_attention != "off"
         return int(
             facts.tensor_bytes + kv + compute_bytes(facts, min(options.ubatch_tokens, batch), slots, context, flash)

@@ -60,13 +60,11 @@ def probe(machine: MachineInfo, source: ModelSource) -> Fit | Reject:
     return Fit(10, "toy models run anywhere", {"context_tokens": source.facts.get("context", 4096)})
 
 
-def open_executor(source: ModelSource, options: ToyOptions | None, context: BuildContext) -> Executor:
+def open_executor(source: ModelSource, options: ToyOptions, context: BuildContext) -> Executor:
     """Build the executor that the URI and the options describe (options win); it is not opened."""
     from headrace.testing.toy import ToyModel, ToyPaged, ToySlots
 
-    chosen = dict(source.facts)
-    if options is not None:
-        chosen |= {key: value for key, value in options.model_dump().items() if value is not None}
+    chosen = {**source.facts, **options.model_dump(exclude_none=True)}
     facts = {key: chosen[key] for key in _MODEL_KEYS if key in chosen}
     model = ToyModel(**facts | {"fast": bool(facts.get("fast", False))})
     common: dict[str, Any] = {
