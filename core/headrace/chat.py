@@ -6,12 +6,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, RequestError
 from headrace.llm import LLM, Job, Params, prefixed
 from headrace.runner import Handle
+from headrace.textfile import expanded, read_text
 from headrace.types import Chunk, Output
 
 if TYPE_CHECKING:
@@ -66,10 +66,11 @@ def _from_user(given: str, where: str) -> tuple[str, str]:
     if any(mark in given for mark in ("{%", "{{", "\n")):
         return given, f"the {where}"
     try:
-        return Path(given).expanduser().read_text("utf-8"), f"the chat template {given}"
+        return read_text(expanded(given)), f"the chat template {given}"
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            "HR-CHAT-05", f"the {where} {given!r} can't be read: {error}", "give a path, or the template's source"
+            "HR-CHAT-05", f"the {where} {given!r:.200} can't be read: {why}", "give a path, or the template's source"
         ) from error
 
 

@@ -28,6 +28,7 @@ from headrace.hooks import (
 )
 from headrace.layers import Tree, Where, argument_tree, at, file_tree, nested, set_tree
 from headrace.options import ByteSize, Options, Seconds, validate
+from headrace.textfile import expanded
 from headrace.tomlmap import KeyPath, dotted
 from headrace.types import EngineOptions, SamplingParams, field_names
 
@@ -353,7 +354,7 @@ def _model(model: str, tree: Tree) -> str:
     where = tree.where(("model",))
     if "://" in model or where is None:
         return model
-    return os.fspath(where.folder() / Path(model).expanduser())
+    return os.fspath(where.folder() / expanded(model))
 
 
 def _chat(table: ChatTable, tree: Tree, problems: list[HeadraceError]) -> dict[str, str]:
@@ -361,8 +362,8 @@ def _chat(table: ChatTable, tree: Tree, problems: list[HeadraceError]) -> dict[s
     template = chat.get("template")
     if template is not None and not any(mark in template for mark in ("{{", "{%", "\n")):
         where = tree.where(("chat", "template"))
-        path = (where.folder() if where else Path()) / Path(template).expanduser()
-        if not path.is_file():
+        path = (where.folder() if where else Path()) / expanded(template)
+        if not os.path.isfile(path):
             message = f"{at(('chat', 'template'), tree)}: no such file: {path}"
             problems.append(ConfigError("HR-CONFIG-04", message, "name a file, or write the Jinja template itself"))
         chat["template"] = os.fspath(path.absolute())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from headrace.textfile import expanded
+
 
 def cache_home() -> Path:
     """`$HEADRACE_HOME`, else `headrace` in the user's cache folder. Absolute; perhaps not there yet.
@@ -12,5 +14,5 @@ def cache_home() -> Path:
     `scripts/setup_env.py` says the same rule again: it runs before there is a headrace to import.
     """
     if home := os.environ.get("HEADRACE_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "headrace"
+        return expanded(home).absolute()
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache").absolute() / "headrace"

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.tomlmap import KeyPath, dotted, key_lines
+from headrace.textfile import expanded, read_text
+from headrace.tomlmap import DEEPEST, KeyPath, dotted, key_lines
+
+LONGEST_CHAIN = 32
+"""Files that may extend each other."""
 
 _AT = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 
@@ -77,23 +81,31 @@ def _copy(value: Any) -> Any:
 
 def file_tree(path: str | os.PathLike[str]) -> Tree:
     """Read a TOML file and everything that it extends. ConfigError: missing, unreadable, bad TOML, a cycle."""
-    return _read(Path(path).expanduser(), None, ())
+    return _read(expanded(path), None, ())
 
 
-def _read(path: Path, asked: Where | None, chain: tuple[Path, ...]) -> Tree:
-    real = path.resolve()
+def _read(path: Path, asked: Where | None, chain: tuple[str, ...]) -> Tree:
     said = f" (extended by {asked})" if asked else ""
+    text = _text(path, said, bool(asked))
+    real = os.path.realpath(path)
     if real in chain:
-        loop = " -> ".join(str(each.name) for each in (*chain[chain.index(real) :], real))
+        loop = " -> ".join(os.path.basename(each) for each in (*chain[chain.index(real) :], real))
         raise ConfigError(
             "HR-CONFIG-06", f"config files extend each other in a circle: {loop}{said}", "remove one `extends`"
         )
-    text = _text(path, said, bool(asked))
+    if len(chain) == LONGEST_CHAIN:
+        message = f"more than {LONGEST_CHAIN} config files extend each other{said}"
+        raise ConfigError("HR-CONFIG-06", message, "put the keys of several of them into one")
     try:
         data = tomllib.loads(text)
+        lines = key_lines(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as error:
         raise _syntax(path, text, error) from error
-    lines = key_lines(text.replace("\r\n", "\n"))
+    except RecursionError:
+        message = f"{path}{said} holds values that are nested more than {DEEPEST} levels deep"
+        raise ConfigError("HR-CONFIG-02", message, "no option is nested like that") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError("HR-CONFIG-02", f"{path}{said} is not valid TOML: {error}", "shorten the number") from error
     layer = Tree(data, {key: Where(str(path), line) for key, line in lines.items()})
     base = data.pop("extends", None)
     if base is None:
@@ -101,7 +113,7 @@ def _read(path: Path, asked: Where | None, chain: tuple[Path, ...]) -> Tree:
     where = layer.origin.pop(("extends",))
     if not isinstance(base, str) or not base:
         raise ConfigError("HR-CONFIG-04", f"extends = {base!r} ({where}) must be a file name", 'extends = "base.toml"')
-    tree = _read(path.parent / Path(base).expanduser(), where, (*chain, real))
+    tree = _read(path.parent / expanded(base), where, (*chain, real))
     tree.add(layer)
     return tree
 
@@ -109,9 +121,9 @@ def _read(path: Path, asked: Where | None, chain: tuple[Path, ...]) -> Tree:
 def _text(path: Path, said: str, extended: bool) -> str:
     code = "HR-CONFIG-06" if extended else "HR-CONFIG-01"
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_text(path)
     except FileNotFoundError:
-        near = sorted(each.name for each in path.parent.glob("*.toml"))[:8] if path.parent.is_dir() else []
+        near = sorted(each.name for each in path.parent.glob("*.toml"))[:8] if os.path.isdir(path.parent) else []
         help = f"TOML files in {path.parent}: {', '.join(near)}" if near else "`headrace config init` writes one"
         raise ConfigError(code, f"no such config file: {path}{said}", help) from None
     except IsADirectoryError:
@@ -122,7 +134,7 @@ def _text(path: Path, said: str, extended: bool) -> str:
             "a model goes in the place of MODEL, --config wants TOML",
         ) from None  # fmt: skip
     except OSError as error:
-        raise ConfigError(code, f"{path}{said} can't be read: {error.strerror}", "check its permissions") from None
+        raise ConfigError(code, f"{path}{said} can't be read: {error.strerror}", "name a TOML file") from None
 
 
 def _syntax(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
@@ -133,7 +145,7 @@ def _syntax(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigErro
         line, column = int(found[1]), int(found[2])
     else:
         line, column = text.count("\n") + 1, len(text.rpartition("\n")[2]) + 1
-    shown = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
+    shown = "".join(text.split("\n")[line - 1 : line]).strip()
     return ConfigError(
         "HR-CONFIG-02", f"{path}:{line}:{column} is not valid TOML: {reason}",
         (f"the line is: {shown:.100}\n  " if shown else "") + 'texts need quotes: key = "value"; tables are [name]',
@@ -150,7 +162,7 @@ def set_tree(sets: Sequence[str], problems: list[HeadraceError]) -> Tree:
         while isinstance(keys, dict) and len(keys) == 1:
             key, keys = next(iter(keys.items()))
             path = (*path, key)
-        if not equals or not path or keys != 0:
+        if not equals or not path or keys != 0 or len(path) > DEEPEST:
             problems.append(
                 ConfigError(
                     "HR-CONFIG-07", f"--set {text!r} is not of the form KEY=VALUE", "--set engine.max_sequences=4"
@@ -171,7 +183,7 @@ def set_tree(sets: Sequence[str], problems: list[HeadraceError]) -> Tree:
 def _toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return None
 
 

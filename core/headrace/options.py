@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from headrace.errors import ConfigError, HeadraceError, did_you_mean
 from headrace.layers import Tree, at
+from headrace.textfile import expanded
 from headrace.tomlmap import KeyPath, dotted
 
 M = TypeVar("M", bound=BaseModel)
@@ -41,13 +42,13 @@ class Options(BaseModel):
         if not isinstance(value, Path):
             return value
         folders: Mapping[str, Path] = info.context or {}
-        return folders.get(info.field_name or "", Path()) / value.expanduser()
+        return folders.get(info.field_name or "", Path()) / expanded(value)
 
     @model_validator(mode="after")
     def _expand_defaults(self) -> Self:
         for name in set(type(self).model_fields) - self.model_fields_set:
             if isinstance(value := getattr(self, name), Path):
-                self.__dict__[name] = value.expanduser()  # frozen for others, not finished yet for us
+                self.__dict__[name] = expanded(value)  # frozen for others, not finished yet for us
         return self
 
 
@@ -64,29 +65,34 @@ _BYTES = {"B": 1} | {
     for infix, base in (("", 1000), ("i", 1024))
 }
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_BYTES = 1 << 63
+_MOST_SECONDS = 3.2e11
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 def _bytes(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ValueError("a size can't be negative")
+        if not 0 <= value < _MOST_BYTES:
+            raise ValueError("a size can't be negative" if value < 0 else "a size has to be below 2**63 bytes")
         return value
     found = _QUANTITY.match(value) if isinstance(value, str) else None
     if not found or found[2] not in _BYTES:
         raise ValueError('write a size such as "64GiB" (2**30 bytes), "500MB" (10**6 bytes), or a number of bytes')
-    return int(float(found[1]) * _BYTES[found[2]])
+    size = float(found[1]) * _BYTES[found[2]]
+    if size >= _MOST_BYTES:
+        raise ValueError("a size has to be below 2**63 bytes")
+    return int(size)
 
 
 def _seconds(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not 0 <= value < float("inf"):
-            raise ValueError("a time can't be negative or infinite")
+        if not 0 <= value < _MOST_SECONDS:
+            raise ValueError("a time can't be negative, infinite or longer than 10,000 years")
         return float(value)
     found = _QUANTITY.match(value) if isinstance(value, str) else None
     if not found or found[2] not in _SECONDS:
         raise ValueError('write a time such as "500ms", "20s", "5min", "1h", "7d", or a number of seconds')
-    return float(found[1]) * _SECONDS[found[2]]
+    return _seconds(float(found[1]) * _SECONDS[found[2]])
 
 
 ByteSize = Annotated[int, pydantic.BeforeValidator(_bytes), _Unit("size")]

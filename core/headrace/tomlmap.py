@@ -13,6 +13,9 @@ import tomllib
 KeyPath = tuple[str, ...]
 """Keys from the root; elements of arrays are their index as text."""
 
+DEEPEST = 64
+"""Levels of tables and arrays that a config may have."""
+
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STRING = re.compile(
@@ -29,7 +32,8 @@ def dotted(path: KeyPath) -> str:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Key path -> 1-based line of its first appearance, for every key and table of a valid TOML text."""
+    """Key path -> 1-based line of its first appearance, for every key and table of a valid TOML text. RecursionError:
+    it is nested more than DEEPEST levels deep."""
     scanner = _Scanner(text)
     scanner.document()
     return scanner.lines
@@ -39,6 +43,9 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.line = 1
+        self.line_at = 0
+        """Where `line` was counted."""
         self.lines: dict[KeyPath, int] = {}
         self.n_elements: dict[KeyPath, int] = {}
         """Elements seen so far of each array of tables."""
@@ -75,9 +82,12 @@ class _Scanner:
         return resolved
 
     def _note(self, path: KeyPath) -> None:
-        line = self.text.count("\n", 0, self.at) + 1
+        if len(path) > DEEPEST:
+            raise RecursionError
+        self.line += self.text.count("\n", self.line_at, self.at)
+        self.line_at = self.at
         for n in range(1, len(path) + 1):
-            self.lines.setdefault(path[:n], line)
+            self.lines.setdefault(path[:n], self.line)
 
     def _blank(self) -> None:
         found = _BLANK.match(self.text, self.at)

@@ -20,7 +20,7 @@ from headrace.types import FALLBACK_SAMPLING, EngineOptions, field_names
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_text import plugin_module
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 
 CATALOG = Catalog.load()
 Write = Callable[..., Path]
@@ -206,11 +206,17 @@ def test_times(text: Any, value: float) -> None:
     assert Ttl(prefix=text).prefix == value
 
 
-@pytest.mark.parametrize("text", ["64G", "GiB", "-1B", -1, "1e3B", True, "64gib", ""])
+@pytest.mark.parametrize("text", ["64G", "GiB", "-1B", -1, "1e3B", True, "64gib", "", "9" * 400 + "GiB", 1 << 63])
 def test_wrong_sizes(text: Any, write: Write, catalog: Catalog) -> None:
     error = problem(None, catalog, model="m://", overrides={"store": {"use": "box", "needed": 1, "capacity": text}})
     assert error.code == "HR-CONFIG-04"
     assert "size" in error.help
+
+
+@pytest.mark.parametrize("text", ["20", "-1s", -1, float("inf"), float("nan"), 10**400, "9" * 400 + "s", True])
+def test_wrong_times(text: Any) -> None:
+    with pytest.raises(ValidationError, match="time"):
+        Ttl(prefix=text)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
