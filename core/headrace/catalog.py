@@ -180,10 +180,8 @@ class Catalog:
 
         PluginError: a package that it needs is missing (with the pip line), its import fails, no such attribute.
         """
-        if target == entry.spec.factory:
-            missing = [name for name in entry.spec.requires if not installed(name)]
-            if missing:
-                raise _needs(entry, missing)
+        if target == entry.spec.factory and (missing := missing_packages(entry.spec)):
+            raise _needs(entry, missing)
         module_name, _, attribute = target.partition(":")
         try:
             value = import_module(module_name)
@@ -238,8 +236,17 @@ class Catalog:
         return (plugin for plugin in self.plugins if plugin.status == "ok")
 
 
-def installed(module: str) -> bool:
-    """Can the module be found, without importing it (its parents are imported)?"""
+def missing_packages(spec: Spec) -> list[str]:
+    """What the record requires and is not installed. Nothing is imported but parents of dotted names."""
+    return [name for name in spec.requires if not _installed(name)]
+
+
+def install_line(spec: Spec, missing: Iterable[str]) -> str:
+    """The command that brings them."""
+    return spec.install or f"pip install {' '.join(missing)}"
+
+
+def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -432,7 +439,7 @@ def _needs(entry: Entry[Any], missing: list[str]) -> PluginError:
     packages = " and ".join(f"'{name}'" for name in missing)
     return PluginError(
         "HR-PLUGIN-05", f"{entry} needs the package {packages}, which is not installed",
-        entry.spec.install or f"pip install {' '.join(missing)}",
+        install_line(entry.spec, missing),
     )  # fmt: skip
 
 

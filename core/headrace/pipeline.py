@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.catalog import Catalog, Entry, extras, installed
+from headrace.catalog import Catalog, Entry, extras, install_line, missing_packages
 from headrace.config import Choice, Chosen, Config, check_disabled, check_options, choose, raise_problems
 from headrace.contracts import ConstraintEngine, Contract, Drafter, Executor, KVSpace, Observer, Tokenizer
 from headrace.errors import ConfigError, HeadraceError, ModelError, PluginError
@@ -59,6 +59,8 @@ class Pipeline:
     """Everything bound and open. Close it, or use it as a context manager."""
 
     config: Config
+    catalog: Catalog
+    """Where its plugins came from, without those that the config disables."""
     model: ModelSpec
     executor: Executor
     kv: KVSpace
@@ -119,6 +121,7 @@ def build(config: Config, *, catalog: Catalog | None = None, report: Report | No
         drafter, constraints, observers = _make_parts(config, selected, executor, opened)
         pipeline = Pipeline(
             config=config,
+            catalog=selected.catalog,
             model=executor.model,
             executor=executor,
             kv=_make_kv(config, executor),
@@ -138,8 +141,7 @@ def explain(config: Config, catalog: Catalog | None = None) -> tuple[Decision, .
     selected = _select_all(config, catalog)
     executor = _make_executor(config, selected, None)
     try:
-        found = selected.fit.facts.get("sampling_defaults", selected.fit.facts.get("sampling defaults"))
-        return tuple(_decisions(config, selected, executor, found if isinstance(found, Mapping) else {}))
+        return tuple(_decisions(config, selected, executor, selected.fit.facts.get("sampling_defaults", {})))
     finally:
         executor.close()
 
@@ -180,14 +182,14 @@ def _probe(catalog: Catalog, machine: MachineInfo, source: ModelSource, asked: C
     answers: Answers = []
     for entry in catalog.specs(BackendSpec):
         spec = entry.spec
-        missing = [name for name in spec.requires if not installed(name)]
+        missing = missing_packages(spec)
         answer: Fit | Reject
         if asked.use not in (None, spec.name):
             answer = Reject(f"not asked: the config chose '{asked.use}'")
         elif source.format not in spec.formats:
             answer = Reject(f"reads {', '.join(spec.formats)}; the model is {source.format or 'of no known format'}")
         elif missing:
-            answer = Reject(f"needs {', '.join(missing)}, not installed", spec.install or f"pip install {missing[0]}")
+            answer = Reject(f"needs {', '.join(missing)}, not installed", install_line(spec, missing))
         else:
             answer = _ask(catalog, entry, machine, source)
         answers.append((entry, answer))

@@ -85,7 +85,8 @@ class Fit:
     score: int
     why: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, sampling defaults, ..."""
+    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, ... The one that is read by
+    name is `sampling_defaults`: what `ModelSpec.sampling_defaults` will be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,5 +177,5 @@ def as_facts(facts: GGUFFacts) -> dict[str, Any]:
         "chat template": "yes" if facts.chat_template else "no",
         "quantisation": facts.quantisation,
         "size": gib(facts.size_bytes),
-        "sampling defaults": dict(facts.sampling_defaults) or "none",
+        "sampling_defaults": dict(facts.sampling_defaults),
     }

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from headrace import __version__
+from headrace.catalog import install_line, missing_packages
 from headrace.errors import EXIT_CHECK, EXIT_OK, HeadraceError
 from headrace.hooks import BackendSpec, CheckResult, CheckSpec
 from headrace_plugins.commands.text import as_json, table
@@ -102,22 +103,16 @@ def _backends(catalog: Catalog) -> Iterator[CheckResult]:
         name = f"backend {entry.spec.name}"
         try:
             catalog.load_object(entry.spec.probe, entry)
-            missing = _missing(entry.spec)
+            missing = missing_packages(entry.spec)
         except HeadraceError as error:
             yield CheckResult(name, "fail", error.message, error.help)
             continue
         reads = f"reads {', '.join(entry.spec.formats)}"
         if missing:
-            help = entry.spec.install or f"pip install {' '.join(missing)}"
-            yield CheckResult(name, "warn", f"{reads}; not usable: needs {', '.join(missing)}", help)
+            why = f"{reads}; not usable: needs {', '.join(missing)}"
+            yield CheckResult(name, "warn", why, install_line(entry.spec, missing))
         elif entry.spec.verified:
             yield CheckResult(name, "ok", f"{reads}; verified on {entry.spec.verified}")
         else:
             help = "it has never run on the hardware that it is for; treat its results with care"
             yield CheckResult(name, "unverified", f"{reads}; UNVERIFIED on any hardware", help)
-
-
-def _missing(spec: BackendSpec) -> list[str]:
-    from headrace.catalog import installed
-
-    return [name for name in spec.requires if not installed(name)]
