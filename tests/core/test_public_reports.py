@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from engine_harness import Setup, drain, ngram, output, plain, request, run
-from headrace import kvspace
+from headrace import LLM, kvspace
 from headrace.errors import RequestError
 from headrace.types import SamplingParams
 
@@ -47,13 +48,82 @@ REPORTS = {
 }
 
 
-def test_every_report_of_the_case_file_is_answered() -> None:
+SERVER = LATER + "an HTTP server"
+GRAMMARS = LATER + "a constraint engine"
+
+SECURITY = {
+    1: "core/test_layout.py::test_tree_keeps",
+    2: SERVER,
+    3: SERVER,
+    4: SERVER,
+    5: "plugins/test_templates.py::test_hostile_template",
+    6: "plugins/test_templates.py::test_hostile_template",
+    7: "plugins/test_templates.py::test_template_variables",
+    8: GRAMMARS,
+    9: GRAMMARS,
+    10: GRAMMARS,
+    11: GRAMMARS,
+    12: GRAMMARS,
+    13: GRAMMARS,
+    14: "core/test_scheduler.py::test_salts_keep_tenants_apart",
+    15: "core/test_equivalence.py::test_a_crafted_collision_is_refused",
+    16: "core/test_scheduler.py::test_salts_keep_tenants_apart",
+    17: SERVER,
+    18: SERVER,
+    19: SERVER,
+    20: "core/test_llm.py::test_integers_out_of_range_name_the_field",
+    21: "core/test_llm.py::test_logprob_and_bias_bounds",
+    22: "plugins/test_templates.py::test_special_names_in_messages_are_text",
+    23: "backends/gguf/test_cases.py::test_hostile_files_from_outside",
+    24: "backends/gguf/test_cases.py::test_hostile_files_from_outside",
+    25: SERVER,
+    26: "core/test_public_reports.py::test_a_thousand_dropped_streams_leave_nothing",
+    27: SERVER,
+}
+"""Published vulnerabilities of this field, by number: the test of what applies without a server."""
+
+
+def _cases(name: str) -> str:
     folder = os.environ.get("HEADRACE_CASES")
     if not folder:
         pytest.skip("HEADRACE_CASES names no folder of cases")
-    text = (Path(folder) / "public_bugs.jsonl").read_text(encoding="utf-8")
+    return (Path(folder) / name).read_text(encoding="utf-8")
+
+
+def test_every_report_of_the_case_file_is_answered() -> None:
+    text = _cases("public_bugs.jsonl")
     topics = "determinism|scheduler|stream_unicode_stop|prefix_cache"
     assert set(re.findall(rf'"id": "((?:{topics})-\d+)"', text)) == set(REPORTS)
+
+
+def test_every_vulnerability_of_the_case_file_is_answered() -> None:
+    assert set(map(int, re.findall(r'"n": (\d+)', _cases("security.jsonl")))) == set(SECURITY)
+
+
+def test_the_named_security_tests_exist() -> None:
+    for place in SECURITY.values():
+        if not place.startswith(LATER):
+            file, _, name = place.partition("::")
+            assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(encoding="utf-8"), place
+
+
+def test_a_thousand_dropped_streams_leave_nothing() -> None:
+    """security 26: readers that leave after the first chunk."""
+    with LLM("toy://seed=5") as llm:
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        n_threads = threading.active_count()
+        for i in range(1000):
+            stream = llm.stream(f"prompt {i % 7}", params)
+            next(iter(stream))
+            stream.close()
+        last = llm.generate("the last one", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert last.finish_reason == "length"
+        engine = llm._runner.engine
+        assert not engine.scheduler.running
+        assert not engine.scheduler.waiting
+        assert engine.kv.used_ratio() == 0
+        engine.kv.check([])
+        assert threading.active_count() <= n_threads + 1
 
 
 def test_the_named_tests_exist() -> None:

@@ -53,7 +53,9 @@ def test_a_backend_without_a_raw_loop_says_so(capsys: pytest.CaptureFixture[str]
     assert "HR-" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--requests", "0"], ["--requests", "1,x"], ["--tokens", "-1"], ["--threads", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--requests", "0"], ["--requests", "1,x"], ["--tokens", "-1"], ["--threads", "0"]]
+)
 def test_bad_numbers_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", *arguments]) == 6
     assert arguments[0] in capsys.readouterr().err
