@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol
 
 from headrace.catalog import Catalog
 from headrace.config import Config
@@ -12,7 +15,7 @@ from headrace.errors import PluginError
 from headrace.hooks import BackendSpec
 from headrace.pipeline import Pipeline, build
 from headrace.types import Request, SamplingParams
-from headrace_plugins.bench.report import Result, compared, measured, med
+from headrace_plugins.bench.report import Result, compared, measured
 
 PROMPT = "Write a long story about a dragon who learns to read."
 
@@ -21,6 +24,21 @@ CASES = {
     "temperature 0.8, top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95, top_k=0, min_p=0),
     "temperature 0.8, unfiltered": SamplingParams(temperature=0.8, top_p=1, top_k=0, min_p=0),
 }
+
+
+class Baseline(Protocol):
+    """What `BackendSpec.baseline` names: a raw loop over the library of an open executor."""
+
+    decode_s: float
+    """Seconds that the executor, not the loop, spent inside the library so far."""
+
+    def start(self, prompts: Seq[Seq[int]]) -> None:
+        """Forget everything and take the first token of each prompt."""
+
+    def step(self) -> object:
+        """One token for every prompt."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -34,22 +52,18 @@ class _Round:
 
 def run(config: Config, catalog: Catalog, n_requests: tuple[int, ...], n_tokens: int, n_rounds: int) -> list[Result]:
     """Every case for every number of requests. Both sides decode batches of the same shape at the same positions."""
-    pipeline = build(config, catalog=catalog)
-    try:
-        return _run(pipeline, catalog, n_requests, n_tokens, n_rounds)
-    finally:
-        pipeline.close()
+    with build(config, catalog=catalog) as pipeline:
+        return _run(pipeline, n_requests, n_tokens, n_rounds)
 
 
-def _run(
-    pipeline: Pipeline, catalog: Catalog, n_requests: tuple[int, ...], n_tokens: int, n_rounds: int
-) -> list[Result]:
+def _run(pipeline: Pipeline, n_requests: tuple[int, ...], n_tokens: int, n_rounds: int) -> list[Result]:
+    catalog = pipeline.catalog
     entry = catalog.find(BackendSpec, _backend_of(pipeline))
     if not entry.spec.baseline:
         raise PluginError(
             "HR-BENCH-01", f"backend '{entry.spec.name}' has no raw loop to compare with", "bench a GGUF model"
         )
-    raw = catalog.load_object(entry.spec.baseline, entry)(pipeline.executor)
+    raw: Baseline = catalog.load_object(entry.spec.baseline, entry)(pipeline.executor)
     results: list[Result] = []
     try:
         for n in n_requests:
@@ -66,11 +80,11 @@ def _backend_of(pipeline: Pipeline) -> str:
 
 
 def _summary(name: str, n: int, rounds: list[_Round]) -> list[Result]:
-    ours = med([n * len(r.ours) / sum(r.ours) for r in rounds])
-    raw = med([n * len(r.raw) / sum(r.raw) for r in rounds])
+    ours = median([n * len(r.ours) / sum(r.ours) for r in rounds])
+    raw = median([n * len(r.raw) / sum(r.raw) for r in rounds])
     # the ratio of each round's neighbours, since a shared machine drifts between rounds
-    ratio = med([sum(r.raw) / sum(r.ours) for r in rounds])
-    host = med([1e6 * med(r.host) for r in rounds])
+    ratio = median([sum(r.raw) / sum(r.ours) for r in rounds])
+    host = median([1e6 * median(r.host) for r in rounds])
     speed = compared(f"{name}: speed", ours, raw, "tokens/s")
     unit = "us/token" if n == 1 else "us/step"
     return [
@@ -79,10 +93,8 @@ def _summary(name: str, n: int, rounds: list[_Round]) -> list[Result]:
     ]
 
 
-def _round(pipeline: Pipeline, raw: object, n: int, n_tokens: int, params: SamplingParams, number: int) -> _Round:
+def _round(pipeline: Pipeline, raw: Baseline, n: int, n_tokens: int, params: SamplingParams, number: int) -> _Round:
     """Prefill both sides, then alternate single steps; who goes first alternates too."""
-    from dataclasses import replace
-
     engine = pipeline.engine()
     params = replace(params, max_tokens=n_tokens + 8, ignore_eos=True, seed=1 + number).resolved()
     ids = pipeline.tokenizer.encode(PROMPT)
@@ -91,7 +103,7 @@ def _round(pipeline: Pipeline, raw: object, n: int, n_tokens: int, params: Sampl
         engine.add(Request(id=f"{number}-{i}", prompt_ids=tuple(prompt), params=params))
     while engine.scheduler.waiting or any(seq.n_generated == 0 for seq in engine.scheduler.running):
         engine.step()
-    raw.start(prompts)  # type: ignore[attr-defined]
+    raw.start(prompts)
     found = _Round([], [], [])
     for i in range(n_tokens):
         if i % 2:
@@ -104,16 +116,16 @@ def _round(pipeline: Pipeline, raw: object, n: int, n_tokens: int, params: Sampl
     return found
 
 
-def _timed_raw(raw: object) -> float:
+def _timed_raw(raw: Baseline) -> float:
     started = time.perf_counter()
-    raw.step()  # type: ignore[attr-defined]
+    raw.step()
     return time.perf_counter() - started
 
 
-def _timed_ours(engine: Engine, raw: object, found: _Round) -> None:
-    before = raw.decode_s  # type: ignore[attr-defined]
+def _timed_ours(engine: Engine, raw: Baseline, found: _Round) -> None:
+    before = raw.decode_s
     started = time.perf_counter()
     engine.step()
     seconds = time.perf_counter() - started
     found.ours.append(seconds)
-    found.host.append(seconds - (raw.decode_s - before))  # type: ignore[attr-defined]
+    found.host.append(seconds - (raw.decode_s - before))

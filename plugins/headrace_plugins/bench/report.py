@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 from typing import Any
 
 
@@ -33,16 +32,15 @@ def measured(name: str, ours: float, unit: str) -> Result:
 
 
 @contextmanager
-def pinned(n_cores: int) -> Iterator[tuple[int, ...]]:
+def pinned(n_cores: int) -> Iterator[None]:
     """Keep this process on n cores, so that both sides meet the same caches and clock."""
     if not hasattr(os, "sched_setaffinity"):
-        yield ()
+        yield
         return
     before = os.sched_getaffinity(0)
-    cores = tuple(sorted(before)[-n_cores:])
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, sorted(before)[-n_cores:])
     try:
-        yield cores
+        yield
     finally:
         os.sched_setaffinity(0, before)
 
@@ -93,7 +91,3 @@ def show(
     console.print(
         f"{about['cpu']}, load {about['load']}; medians, both sides in this process, alternating", style="dim"
     )
-
-
-def med(values: list[float]) -> float:
-    return median(values) if values else float("nan")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 from headrace.engine import Engine
 from headrace.kvspace import PagedSpace
 from headrace.testing.toy import ToyModel, ToyPaged
 from headrace.types import EngineOptions, MaskBatch, Request, SamplingParams, StepPlan, StepResult
-from headrace_plugins.bench.report import Result, compared, measured, med
+from headrace_plugins.bench.report import Result, compared, measured
 
 SIZES = (1, 16, 64, 256, 512)
 PROMPT_TOKENS = 512
 
 
-class _Timed(ToyPaged):
+class _Timedian(ToyPaged):
     """Knows how long it was busy itself, which is no part of the figure."""
 
     busy_s = 0.0
@@ -51,8 +52,8 @@ def run(n_steps: int = 200, sizes: Iterable[int] = SIZES) -> list[Result]:
         medians = {}
         for n in sizes:
             ours, floor = _measure(n, n_steps, text)
-            medians[n] = med(ours)
-            results.append(compared(f"{label}, {n} sequences", medians[n], med(floor), "us/step/sequence"))
+            medians[n] = median(ours)
+            results.append(compared(f"{label}, {n} sequences", medians[n], median(floor), "us/step/sequence"))
         wide = [value for n, value in medians.items() if n >= 64]
         if wide:
             results.append(measured(f"{label}, max / min over n >= 64", max(wide) / min(wide), "ratio"))
@@ -62,7 +63,7 @@ def run(n_steps: int = 200, sizes: Iterable[int] = SIZES) -> list[Result]:
 def _measure(n: int, n_steps: int, text: bool) -> tuple[list[float], list[float]]:
     model = ToyModel(vocab=512, context=PROMPT_TOKENS + n_steps + 16, fast=True)
     n_blocks = n * (-(-model.context // 16) + 1)
-    executor = _Timed(model, n_blocks=n_blocks, block_tokens=16, max_rows=n, max_tokens=1 << 24)
+    executor = _Timedian(model, n_blocks=n_blocks, block_tokens=16, max_rows=n, max_tokens=1 << 24)
     executor.open()
     options = EngineOptions(max_sequences=n, max_batch_tokens=1 << 24, prefill_chunk_tokens=4096)
     engine = Engine(executor, PagedSpace(executor.layout, n), options)

@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
             results = scheduler.run(_positive("--steps", args.steps))
         show("scheduler", results, (), args.json, print)
         return 0
-    from headrace.catalog import Catalog
     from headrace.config import load_config
     from headrace_plugins.bench import engine
 
@@ -42,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.model if is_config else None, model=None if is_config else args.model, sets=sets)
     with pinned(threads):
         results = engine.run(
-            config, Catalog.load(config.plugins_disable), counts, _positive("--tokens", args.tokens),
-            _positive("--rounds", args.rounds),
+            config, args.catalog, counts, _positive("--tokens", args.tokens), _positive("--rounds", args.rounds)
         )  # fmt: skip
     show("engine", results, ("headrace-gguf", "llama_cpp_python"), args.json, print)
     return 0
