@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import ConfigError, RequestError
 from headrace.llm import LLM, Job, Params, prefixed
 from headrace.runner import Handle
-from headrace.textfile import expanded, read_text
+from headrace.textfile import expanded, is_template, read_text
 from headrace.types import Chunk, Output
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _find_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[s
 
 
 def _from_user(given: str, where: str) -> tuple[str, str]:
-    if any(mark in given for mark in ("{%", "{{", "\n")):
+    if is_template(given):
         return given, f"the {where}"
     try:
         return read_text(expanded(given)), f"the chat template {given}"

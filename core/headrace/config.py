@@ -28,7 +28,7 @@ from headrace.hooks import (
 )
 from headrace.layers import Tree, Where, argument_tree, at, file_tree, nested, set_tree
 from headrace.options import ByteSize, Options, Seconds, validate
-from headrace.textfile import expanded
+from headrace.textfile import expanded, is_template
 from headrace.tomlmap import KeyPath, dotted
 from headrace.types import EngineOptions, SamplingParams, field_names
 
@@ -360,7 +360,7 @@ def _model(model: str, tree: Tree) -> str:
 def _chat(table: ChatTable, tree: Tree, problems: list[HeadraceError]) -> dict[str, str]:
     chat = {key: value for key, value in table.model_dump().items() if value is not None}
     template = chat.get("template")
-    if template is not None and not any(mark in template for mark in ("{{", "{%", "\n")):
+    if template is not None and not is_template(template):
         where = tree.where(("chat", "template"))
         path = (where.folder() if where else Path()) / expanded(template)
         if not os.path.isfile(path):

@@ -20,6 +20,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def is_template(text: str) -> bool:
+    """Is this the source of a chat template, and not the name of a file with one?"""
+    return any(mark in text for mark in ("{%", "{{", "\n"))
+
+
 def read_text(path: str | os.PathLike[str], most_bytes: int | None = MOST_BYTES) -> str:
     """A file's UTF-8 text without a byte order mark. OSError (its `strerror` is for users) or UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8").removeprefix("\ufeff")
