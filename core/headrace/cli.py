@@ -20,6 +20,7 @@ from headrace.errors import (
     EXIT_USAGE,
     ConfigError,
     HeadraceError,
+    PluginError,
     did_you_mean,
 )
 
@@ -132,8 +133,6 @@ def commands(catalog: Catalog) -> list[Entry[CommandSpec]]:
 
 def command_parser(catalog: Catalog, entry: Entry[CommandSpec]) -> tuple[Parser, Any]:
     """Import a sub-command: its parser and its module. PluginError when that fails."""
-    from headrace.errors import PluginError
-
     command = catalog.load_object(entry.spec.factory, entry)
     for name in ("add_arguments", "run"):
         if not callable(getattr(command, name, None)):
@@ -147,7 +146,6 @@ def command_parser(catalog: Catalog, entry: Entry[CommandSpec]) -> tuple[Parser,
 
 
 def _find_command(catalog: Catalog, name: str) -> Entry[CommandSpec]:
-    from headrace.errors import PluginError
     from headrace.hooks import CommandSpec
 
     known = [entry.spec.name for entry in commands(catalog)]
@@ -157,7 +155,7 @@ def _find_command(catalog: Catalog, name: str) -> Entry[CommandSpec]:
     help = f"{did_you_mean(name, known)}commands: {', '.join(known)}{broken}"
     if os.path.exists(name) or "://" in name:
         help = f'headrace run {name} "your prompt"'
-    raise UsageError("HR-USAGE-03", f"no command named '{name}'", help) from PluginError("HR-PLUGIN-03", name)
+    raise UsageError("HR-USAGE-03", f"no command named '{name}'", help)
 
 
 def _help(catalog: Catalog) -> str:
@@ -245,7 +243,3 @@ def _log_traceback(error: Exception) -> None:
 
     if error.__traceback__ is not None:
         logging.getLogger("headrace").debug("where it happened:", exc_info=error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -128,7 +128,7 @@ def test_bad_calls(headrace: Any, args: list[str], code: int, text: str) -> None
 
 def run_until_output(*args: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.cli", *args],
+        [sys.executable, "-m", "headrace", *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -333,7 +333,7 @@ def test_chat_on_a_terminal() -> None:
 
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.cli", "chat", LONG],
+        [sys.executable, "-m", "headrace", "chat", LONG],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
