@@ -21,6 +21,7 @@ from headrace.errors import (
     ConfigError,
     HeadraceError,
     PluginError,
+    UsageError,
     did_you_mean,
 )
 
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from headrace.hooks import CommandSpec
 
 LEVELS = ("debug", "info", "warning", "error")
-
-
-class UsageError(HeadraceError):
-    """The command line can't be understood."""
-
-    exit_code = EXIT_USAGE
 
 
 class Parser(argparse.ArgumentParser):

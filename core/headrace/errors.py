@@ -37,6 +37,12 @@ class HeadraceError(Exception):
         return f"{self.code}: {self.message}" + (f"\nhelp: {self.help}" if self.help else "")
 
 
+class UsageError(HeadraceError):
+    """The command line can't be understood."""
+
+    exit_code = EXIT_USAGE
+
+
 class ConfigError(HeadraceError):
     """The configuration can't be used. `problems` holds every fault of the file, first one first."""
 

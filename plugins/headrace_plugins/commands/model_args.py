@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import UsageError
+
 if TYPE_CHECKING:
     from headrace.config import Config
-    from headrace.errors import HeadraceError
     from headrace.llm import LLM
     from headrace.types import SamplingParams
 
@@ -77,8 +78,6 @@ def params_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
     return SamplingParams(**sampling_of(args), **{name: value for name, value in more.items() if value is not None})
 
 
-def usage_error(message: str, help: str) -> HeadraceError:
+def usage_error(message: str, help: str) -> UsageError:
     """How a command was called makes no sense."""
-    from headrace.cli import UsageError
-
     return UsageError("HR-USAGE-04", message, help)
