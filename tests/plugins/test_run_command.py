@@ -126,7 +126,7 @@ def test_bad_calls(headrace: Any, args: list[str], code: int, text: str) -> None
     assert "Traceback" not in err
 
 
-def run_until_output(*args: str) -> subprocess.Popen[bytes]:
+def start(*args: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", *args],
         stdin=subprocess.PIPE,
@@ -138,7 +138,7 @@ def run_until_output(*args: str) -> subprocess.Popen[bytes]:
 
 
 def test_interrupt_ends_in_order() -> None:
-    process = run_until_output("run", LONG, "hello", "--raw")
+    process = start("run", LONG, "hello", "--raw")
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -269,14 +269,17 @@ def test_other_options_are_noticed(headrace: Any) -> None:
     code, _, err = headrace(*BATCH, "--temperature", "0.1")
     assert code == EXIT_REQUEST
     assert "or of other options" in err
+    code, _, err = headrace(*BATCH, "--set", "sampling.temperature=0.1")
+    assert code == EXIT_REQUEST
+    assert "or of other options" in err
     assert headrace(*BATCH[:2], "--batch", "nowhere.jsonl", "--out", "o.jsonl")[0] == EXIT_REQUEST
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_batch_is_stopped_and_resumed(headrace: Any, how: signal.Signals, tmp_path: Path) -> None:
     write([{"prompt": f"p{i}", "max_tokens": 40 + i, "ignore_eos": True} for i in range(60)])
-    options = [*BATCH[2:6], "--set", "engine.max_sequences=2"]
-    process = run_until_output("run", TOY, *options, "--log-level", "error")
+    options = BATCH[2:6]
+    process = start("run", TOY, *options, "--set", "engine.max_sequences=2")
     out = Path("out.jsonl")
     while not (out.exists() and out.stat().st_size) and process.poll() is None:
         os.sched_yield()

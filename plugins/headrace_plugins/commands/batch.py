@@ -7,16 +7,20 @@ is noticed. It is written and synced whole; what a kill left of a line is droppe
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import EXIT_INTERRUPT, EXIT_OK, EXIT_REQUEST, HeadraceError, RequestError, did_you_mean
+from headrace.textfile import read_bytes
 from headrace_plugins.commands.model_args import config_of, params_of, sampling_of
 from headrace_plugins.commands.run import as_json, make_job
 
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
 _HEAD = b'{"id": '
 """How every record starts."""
+_ID = re.compile(rb'\{"id": (?:null|-?\d+|"(?:[^"\\]|\\.)*")')
+_AFTER_ID = b', "line": '
+_EXAMPLE = 'a line looks like {"id": "a", "prompt": "Hi", "max_tokens": 20}'
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 
 
@@ -35,6 +42,7 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
     config = config_of(args, model)
     lines = _read_lines(args.batch)
     options = {**sampling_of(args), "n": args.n, "logprobs": args.logprobs, "model": config.model}
+    options["defaults"] = dict(config.sampling)
     options |= {"chat": args.chat, "system": args.system, "prefill": args.prefill, "echo": args.echo}
     salt = json.dumps(options, sort_keys=True)
     digests = [hashlib.sha256(f"{salt}\n{line}".encode("utf-8", "surrogateescape")).hexdigest()[:16] for line in lines]
@@ -61,10 +69,12 @@ def _report(args: argparse.Namespace, results: Results, what: str) -> None:
 
 def _read_lines(path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read().split("\n")
+        text = read_bytes(path, None).decode("utf-8", "surrogateescape").removeprefix("\ufeff")
     except OSError as error:
-        raise RequestError("HR-BATCH-01", f"the batch {path} can't be read: {error.strerror}") from error
+        raise RequestError(
+            "HR-BATCH-01", f"the batch {path} can't be read: {error.strerror}", "name a file of JSON lines"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
 @dataclass
@@ -114,7 +124,7 @@ class _Batch:
         if name is None:
             return None
         if not isinstance(name, (str, int)) or isinstance(name, bool):
-            raise RequestError("HR-BATCH-02", f"id = {name!r:.60} is neither text nor a number")
+            raise RequestError("HR-BATCH-02", f"id = {name!r:.60} is neither text nor a number", _EXAMPLE)
         first = self._ids.setdefault(str(name), index)
         if first != index:
             raise RequestError("HR-BATCH-02", f"id {name!r} was used in line {first + 1} already", "ids must differ")
@@ -127,7 +137,9 @@ class _Batch:
         given = [name for name in _PROMPTS if name in item]
         if len(given) != 1:
             raise RequestError(
-                "HR-BATCH-02", f"a line needs one of {', '.join(_PROMPTS)}; this has {' and '.join(given) or 'none'}"
+                "HR-BATCH-02",
+                f"a line needs one of {', '.join(_PROMPTS)}; this has {' and '.join(given) or 'none'}",
+                _EXAMPLE,
             )
         value = item.pop(given[0])
         known = field_names(SamplingParams)
@@ -136,45 +148,70 @@ class _Batch:
                 help = f"{did_you_mean(key, (*known, *_PROMPTS))}known: id, {', '.join((*_PROMPTS, *known))}"
                 raise RequestError("HR-BATCH-02", f"unknown key {key!r}", help)
         if isinstance(item.get("constraint"), dict):
-            item["constraint"] = _typed(Grammar, item["constraint"])
+            item["constraint"] = _typed(Grammar, item["constraint"], "constraint")
         if isinstance(item.get("logit_bias"), dict):  # JSON has no integer keys
             item["logit_bias"] = {_int(key): bias for key, bias in item["logit_bias"].items()}
         base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs)
-        params = _typed(SamplingParams, {name: getattr(base, name) for name in known} | item)
+        params = _typed(SamplingParams, {name: getattr(base, name) for name in known} | item, "the line")
         if given[0] == "messages":
             return make_job(self.llm, self.args, params, messages=check_messages(value))  # type: ignore[arg-type]
         wanted = str if given[0] == "prompt" else list
         if not isinstance(value, wanted):
-            raise RequestError("HR-BATCH-02", f"{given[0]} must be {'text' if wanted is str else 'a list of ids'}")
+            message = f"{given[0]} must be {'text' if wanted is str else 'a list of ids'}, not {value!r:.60}"
+            raise RequestError("HR-BATCH-02", message, _EXAMPLE)
         return make_job(self.llm, self.args, params, prompt=value)
 
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        item = json.loads(line)
         line.encode()
+        item = json.loads(line, object_pairs_hook=_object)
+    except UnicodeEncodeError as error:
+        message = f"the line is not UTF-8: a wrong byte in place of character {error.start}"
+        raise RequestError("HR-BATCH-02", message, _EXAMPLE) from error
     except (ValueError, RecursionError) as error:
-        raise RequestError("HR-BATCH-02", f"the line is not JSON: {error}") from error
+        raise RequestError("HR-BATCH-02", f"the line is not JSON: {error}", _EXAMPLE) from error
     if not isinstance(item, dict):
-        raise RequestError("HR-BATCH-02", f"the line is a {type(item).__name__}, not an object")
+        raise RequestError("HR-BATCH-02", f"the line is not an object but {line:.60}", _EXAMPLE)
     return item
 
 
-def _typed(cls: Any, values: dict[str, Any]) -> Any:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise RequestError("HR-BATCH-02", f"the key {key!r} appears twice in an object", "leave one of them out")
+        found[key] = value
+    return found
+
+
+def _typed(cls: Any, values: dict[str, Any], what: str) -> Any:
+    from headrace.types import field_names
+
     try:
         return cls(**values)
-    except (TypeError, AttributeError) as error:
-        raise RequestError("HR-BATCH-02", f"{cls.__name__}: {error}") from error
+    except TypeError as error:  # of missing or unknown keys; SamplingParams checks its values
+        why = str(error).partition("__init__() ")[2]
+        raise RequestError("HR-BATCH-02", f"{what}: {why}", f"known: {', '.join(field_names(cls))}") from error
 
 
 def _int(key: str) -> Any:
-    return int(key) if key.isdecimal() else key
+    return int(key) if re.fullmatch(r"[0-9]{1,19}", key) else key
 
 
 def _error(error: Exception) -> dict[str, str]:
     if isinstance(error, HeadraceError):
         return {"code": error.code, "message": error.message, "help": error.help}
     return {"code": "HR-INTERNAL-01", "message": repr(error), "help": ""}
+
+
+def _is_torn(line: bytes) -> bool:
+    """Was this the start of a record of ours that a kill or a full disk cut, and never someone else's text?"""
+    found = _ID.match(line)
+    if found is None:
+        return line.startswith(_HEAD[: len(line)])
+    rest = line[found.end() :]
+    return rest[: len(_AFTER_ID)] == _AFTER_ID[: len(rest)]
 
 
 class Results:
@@ -190,35 +227,56 @@ class Results:
         self.names: dict[int, Any] = {}
         """Ids of the lines under way."""
         try:
-            self._file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")  # noqa: SIM115 - closed by __exit__
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         except OSError as error:
-            raise RequestError("HR-BATCH-01", f"the results {path} can't be opened: {error.strerror}") from error
+            raise RequestError(
+                "HR-BATCH-01", f"the results {path} can't be opened: {error.strerror}", "name another --out"
+            ) from error
         try:
-            self._resume()
+            self._claim()
+            self._n_bytes = self._resume()
+            os.ftruncate(self._fd, self._n_bytes)
+            os.lseek(self._fd, self._n_bytes, os.SEEK_SET)
         except BaseException:
-            self._file.close()
+            os.close(self._fd)
             raise
 
-    def _resume(self) -> None:
+    def _claim(self) -> None:
+        """Only a file that can be continued, and that nobody else is writing. A file system without locks can't tell:
+        there two runs at once are the user's to avoid."""
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError("HR-BATCH-01", f"the results {self.path} are no regular file", "name another --out")
+        if os.path.exists(self.batch) and os.path.samestat(status, os.stat(self.batch)):
+            raise RequestError("HR-BATCH-01", f"--out {self.path} is the batch itself", "name another --out")
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"the results {self.path} are being written by another run"
+            raise RequestError("HR-BATCH-05", message, "wait for it to end, or name another --out") from None
+        except OSError:
+            pass
+
+    def _resume(self) -> int:
+        """Take what is there; the length of the whole lines."""
         n_whole = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                # a kill cut it; but only if it is the start of a record, never someone else's text
-                if not line.startswith(_HEAD[: len(line)]):
-                    raise self._foreign(f"line {number} is no result")
-                break
-            self._take(number, line)
-            n_whole += len(line)
-        self._file.truncate(n_whole)
-        self._file.seek(n_whole)
+        with open(self._fd, "rb", closefd=False) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    if not _is_torn(line):
+                        raise self._foreign(f"line {number} is no result")
+                    break
+                self._take(number, line)
+                n_whole += len(line)
+        return n_whole
 
     def _take(self, number: int, line: bytes) -> None:
         try:
             record = json.loads(line)
             index, digest = record["line"] - 1, record["input"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._foreign(f"line {number} is no result ({type(error).__name__})") from error
-        if not 0 <= index < len(self.digests) or self.digests[index] != digest:
+        if not isinstance(index, int) or not 0 <= index < len(self.digests) or self.digests[index] != digest:
             raise self._foreign(f"line {number} is the result of another line {index + 1}, or of other options")
         if index in self.done:
             raise self._foreign(f"line {number} is a second result of line {index + 1}")
@@ -237,13 +295,16 @@ class Results:
         head = {"id": name, "line": index + 1, "input": self.digests[index]}
         data = json.dumps(head | record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            self._file.write(data)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            n_written = 0
+            while n_written < len(data):
+                n_written += os.write(self._fd, data[n_written:])
+            os.fsync(self._fd)
         except OSError as error:
+            os.ftruncate(self._fd, self._n_bytes)  # no line is better than half of one
             raise RequestError(
                 "HR-BATCH-04", f"the results {self.path} can't be written: {error.strerror}", "run it again to go on"
             ) from error
+        self._n_bytes += len(data)
         self.done.add(index)
         self.n_failed += "error" in record
 
@@ -251,4 +312,4 @@ class Results:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        os.close(self._fd)
