@@ -26,8 +26,8 @@ PLUGIN_PACKAGES = ("headrace_plugins", "headrace_gguf")
 CORE_CODE_LINES = {"step": 2600, "build": 2000, "front doors": 950}
 CORE_GROUPS = {
     "build": {
-        "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "machine",
-        "home", "textfile", "cli",
+        "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "selection",
+        "decisions", "machine", "home", "textfile", "cli",
     },
     "front doors": {"runner", "llm", "chat"},
 }  # fmt: skip
@@ -60,7 +60,7 @@ LADDER = (
     {"hooks", "contracts"},
     {"(mechanics)"},
     {"config"},
-    {"pipeline"},
+    {"pipeline", "selection", "decisions"},
     {"runner", "llm", "chat"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,107 @@
+"""What a build decided and why, for `headrace config explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headrace.catalog import Entry
+from headrace.config import Chosen, Config
+from headrace.contracts import Executor
+from headrace.hooks import ConstraintSpec, DrafterSpec, ObserverSpec, Spec, StoreSpec, kind_of
+from headrace.selection import Selected
+from headrace.types import FALLBACK_SAMPLING, field_names
+
+NEAR_TIES = "identical up to near ties: what shares a step with a request can change its logits in the last bits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One choice of a pipeline and its reasons, for `headrace config explain`."""
+
+    key: str
+    value: str
+    plugin: str = ""
+    """Plugin and version behind it, where there is one."""
+    why: str = ""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(name, why it lost)."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decisions(
+    config: Config, selected: Selected, executor: Executor, model_sampling: Mapping[str, Any]
+) -> Iterator[Decision]:
+    """Every choice, in the order of the config's tables. The executor need not be open, its caps are as it foresees
+    them then. model_sampling: SamplingParams fields that the model's metadata recommends."""
+    caps = executor.caps
+    said = config.where("model") or " (argument)"
+    yield Decision(key="model", value=selected.source.uri, why=f"config{said}", facts=dict(selected.fit.facts))
+    yield _backend_decision(config, selected, executor)
+    promise = "identical whatever shares its steps" if caps.row_invariant else NEAR_TIES
+    asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
+    yield Decision(key="determinism", value=config.determinism, why=asked, facts={"same request, same seed": promise})
+    for key, kind in (("drafter", DrafterSpec), ("constraints", ConstraintSpec), ("store", StoreSpec)):
+        yield _part_decision(config, selected, key, kind)
+    for choice in config.observers:
+        yield _part_decision(config, selected, choice.key, ObserverSpec)
+    for name in field_names(type(config.engine)):
+        why = f"config{config.where(f'engine.{name}')}" if f"engine.{name}" in config.origin else "default"
+        limit = {"max_sequences": caps.max_rows, "max_batch_tokens": caps.max_tokens}.get(name)
+        value = getattr(config.engine, name)
+        if limit is not None and limit < value:
+            why += f"; the backend takes at most {limit}"
+        yield Decision(key=f"engine.{name}", value=str(value), why=why)
+    for name, fallback in FALLBACK_SAMPLING.items():
+        if name in config.sampling:
+            value, why = config.sampling[name], f"config{config.where(f'sampling.{name}')}"
+        elif model_sampling.get(name) is not None:
+            value, why = model_sampling[name], "the model's metadata"
+        else:
+            value, why = fallback, "Headrace's default"
+        yield Decision(key=f"sampling.{name}", value=str(value), why=why)
+    for name, value in config.chat.items():
+        yield Decision(key=f"chat.{name}", value=value, why=f"config{config.where(f'chat.{name}')}")
+
+
+def _backend_decision(config: Config, selected: Selected, executor: Executor) -> Decision:
+    chosen = selected.backend
+    spec = chosen.entry.spec
+    asked = config.backend is not None and config.backend.use is not None
+    why = f"config{config.where('backend.use')}: {selected.fit.why}" if asked else (
+        f"best score, {selected.fit.score}: {selected.fit.why}"
+    )  # fmt: skip
+    facts: dict[str, Any] = {"verified on": spec.verified or "UNVERIFIED on any hardware"}
+    facts |= {f"option {key}": value for key, value in _shown(chosen).items()}
+    facts |= executor.describe()
+    facts["capabilities"] = {
+        key: value for key, value in asdict(executor.caps).items() if value not in ((), {}, frozenset())
+    }
+    return Decision(key="backend", value=spec.name, plugin=_label(chosen.entry), why=why, rejected=selected.rejected,
+                    facts=facts)  # fmt: skip
+
+
+def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec]) -> Decision:
+    chosen = selected.parts.get(key)
+    name = chosen.entry.spec.name if chosen else ""
+    others = tuple(
+        (entry.spec.name, f"the config chose '{name}'" if chosen else f"no [{key}] table asks for it")
+        for entry in selected.catalog.specs(kind)
+        if entry.spec.name != name
+    )
+    if chosen is None:
+        none = "none asked for" if others else f"none asked for, no {kind_of(kind)} is installed"
+        return Decision(key=key, value="none", why=none, rejected=others)
+    facts = {f"option {option}": value for option, value in _shown(chosen).items()}
+    return Decision(key=key, value=name, plugin=_label(chosen.entry), why=f"config{config.where(f'{key}.use')}",
+                    rejected=others, facts=facts)  # fmt: skip
+
+
+def _label(entry: Entry[Any]) -> str:
+    return f"{entry.plugin.name} ({entry.plugin.dist} {entry.plugin.version})".replace(" )", ")")
+
+
+def _shown(chosen: Chosen[Any]) -> dict[str, Any]:
+    """Options that have a value; secrets are masked by their type."""
+    return chosen.options.model_dump(mode="json", exclude_none=True) if chosen.options is not None else {}
