@@ -20,6 +20,7 @@ from headrace_plugins.commands.model_args import (
 
 if TYPE_CHECKING:
     from headrace.llm import LLM, Job
+    from headrace.runner import Handle
     from headrace.types import Completion, Output
 
 DESCRIPTION = """
@@ -134,13 +135,9 @@ def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
         if not several:
             for chunk in handle:
                 _write(chunk.text)
-        output = handle.result()
-        code = EXIT_OK
+        output, code = handle.result(), EXIT_OK
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one kills
-        handle.cancel()
-        output = handle.result()
-        code = EXIT_INTERRUPT
+        output, code = _stopped(handle), EXIT_INTERRUPT
     if several:
         before = (text or "") if args.echo else args.prefill
         for completion in output.completions:
@@ -156,18 +153,21 @@ def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
 
 def _print_json(llm: LLM, args: argparse.Namespace, job: Job) -> int:
     handle = llm.start(job)
-    code = EXIT_OK
     try:
-        output = handle.result()
+        output, code = handle.result(), EXIT_OK
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        handle.cancel()
-        output = handle.result()
-        code = EXIT_INTERRUPT
+        output, code = _stopped(handle), EXIT_INTERRUPT
     if output.error is not None:
         raise output.error
     print(json.dumps(as_json(llm.echoed(output) if args.echo else output), ensure_ascii=False))
     return code
+
+
+def _stopped(handle: Handle) -> Output:
+    """End a request after ^C; the next ^C kills the program."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handle.cancel()
+    return handle.result()
 
 
 def _write(text: str) -> None:
