@@ -16,7 +16,6 @@ import numpy as np
 from headrace import sampling
 from headrace.contracts import Executor
 from headrace.types import (
-    FALLBACK_SAMPLING,
     WANT_TOKEN,
     CopyBlock,
     Fork,
@@ -123,7 +122,7 @@ class Rig:
         rows = list(rows)
         table = sampling.new_table(max(1, self.n_sequences))
         for row in rows:
-            sampling.set_row(table, row.seq, row.params.resolved(FALLBACK_SAMPLING), row.sample_index)
+            sampling.set_row(table, row.seq, row.params.resolved(), row.sample_index)
         table.bias = _sparse([row.bias for row in rows])
         table.banned = _sparse([dict.fromkeys(row.banned, 0.0) for row in rows])
         table.counts = _sparse([row.counts for row in rows])

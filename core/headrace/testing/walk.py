@@ -18,10 +18,16 @@ from headrace.contracts import KVSpace
 from headrace.errors import StepFailed
 from headrace.testing.rig import Rig, RigRow
 from headrace.testing.toy import ToyPaged, ToySlots
-from headrace.types import FALLBACK_SAMPLING, WANT_LOGITS, WANT_TOKEN, KVOp, Request, SamplingParams, Sequence
+from headrace.types import WANT_LOGITS, WANT_TOKEN, KVOp, Request, SamplingParams, Sequence
 
 Part = tuple[Sequence, int, Seq[int]]
 """(sequence, how many of its tokens to feed, drafts after them)."""
+
+
+def sequence(tokens: Seq[int], **request: Any) -> Sequence:
+    """A sequence as the engine would make it, without an end. request: fields of `Request`."""
+    params = SamplingParams(temperature=0.0).resolved()
+    return Sequence(Request(id="walk", prompt_ids=tuple(tokens), params=params, **request), 0, 1 << 30)
 
 
 class Walk:
@@ -40,8 +46,7 @@ class Walk:
     # --- moves
 
     def admit(self, tokens: Seq[int], *, use_prefix: bool = True, **request: Any) -> Sequence | None:
-        params = SamplingParams(temperature=0.0).resolved(FALLBACK_SAMPLING)
-        seq = Sequence(Request(id="walk", prompt_ids=tuple(tokens), params=params, **request), 0, 1 << 30)
+        seq = sequence(tokens, **request)
         return seq if self.readmit(seq, use_prefix=use_prefix) else None
 
     def readmit(self, seq: Sequence, *, use_prefix: bool = True) -> bool:

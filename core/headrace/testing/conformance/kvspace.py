@@ -10,8 +10,8 @@ import pytest
 
 from headrace.contracts import KVSpace
 from headrace.testing.toy import ToyModel, ToyPaged, ToySlots
-from headrace.testing.walk import Walk
-from headrace.types import FALLBACK_SAMPLING, Capabilities, KVLayout, KVOp, Request, SamplingParams, Sequence
+from headrace.testing.walk import Walk, sequence
+from headrace.types import Capabilities, KVLayout, KVOp
 
 
 class KVSpaceConformance:
@@ -235,9 +235,3 @@ class KVSpaceConformance:
         assert seq is not None
         walk.step([(seq, len(tokens), [])])
         walk.release(seq, reuse=reuse)
-
-
-def sequence(tokens: list[int], **request: Any) -> Sequence:
-    """A sequence as the engine would make it."""
-    params = SamplingParams(temperature=0.0).resolved(FALLBACK_SAMPLING)
-    return Sequence(Request(id="r", prompt_ids=tuple(tokens), params=params, **request), 0, 1 << 30)
