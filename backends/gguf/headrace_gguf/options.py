@@ -8,22 +8,28 @@ from headrace.options import Options
 from pydantic import Field, model_validator
 
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-Count = Annotated[int, Field(ge=1)]
+MOST = (1 << 31) - 1
+"""llama.cpp counts in 32-bit integers; ctypes would cut off what is larger."""
+LookBack = Annotated[int, Field(ge=-1, le=1 << 20)]
+"""llama.cpp allocates a ring of that size for each request, and ends the process when it can't."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Threads = Annotated[int, Field(ge=1, le=512)]
+"""GGML_MAX_N_THREADS is 512: ggml ends the process beyond it."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class NativeSampler(Options):
     """llama.cpp's own samplers, for `sampler = "native"`. What is left out comes from the model's metadata."""
 
-    penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
+    penalty_last_n: LookBack | None = None
     """Tokens that the repetition penalties look back on; -1 = all, 0 = none. Unset: the model's, else 64."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Strength of the DRY repetition penalty; 0 = off."""
     dry_base: Annotated[float, Field(ge=1, le=100)] = 1.75
     """DRY: growth of the penalty per repeated token."""
-    dry_allowed_length: Annotated[int, Field(ge=0)] = 2
+    dry_allowed_length: Annotated[int, Field(ge=0, le=MOST)] = 2
     """DRY: repeats of up to this many tokens are free."""
-    dry_last_n: Annotated[int, Field(ge=-1)] = -1
+    dry_last_n: LookBack = -1
     """DRY: tokens that it looks back on; -1 = the whole context."""
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     """DRY: texts that end a repeat."""
@@ -49,11 +55,11 @@ class GGUFOptions(Options):
     memory is short."""
     slots: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
     """Sequences that run at once. auto: 8, or fewer where their KV would take over a quarter of the free memory."""
-    threads: Count | Literal["auto"] = "auto"
+    threads: Threads | Literal["auto"] = "auto"
     """Threads for generation. auto: the physical cores that this process may use."""
-    batch_threads: Count | Literal["auto"] = "auto"
+    batch_threads: Threads | Literal["auto"] = "auto"
     """Threads for prompts. auto: as `threads`."""
-    gpu_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    gpu_layers: Annotated[int, Field(ge=0, le=MOST)] | Literal["auto"] = "auto"
     """Layers to put on the GPU. auto: all of them if llama.cpp was built for a GPU, else none."""
     flash_attention: Literal["auto", "on", "off"] = "auto"
     """Fused attention kernels. off makes the logits of a prompt independent of how it is cut into chunks."""
