@@ -7,7 +7,7 @@ Positions are absolute, ranges are half-open, sizes carry their unit in the name
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,24 +142,29 @@ class SamplingParams:
     """Seconds from submission after which the request ends with finish_reason "deadline"."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
-            if value is None or isinstance(value, str):
-                object.__setattr__(self, name, () if value is None else (value,))
-            elif not isinstance(value, tuple):
-                object.__setattr__(self, name, tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+            if isinstance(value, str) and name != "stop_token_ids":
+                value = (value,)
+            elif value is not None and (isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)):
+                raise _bad(name, value, "a list")
+            object.__setattr__(self, name, () if value is None else tuple(value))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "true or false")
         for name, (low, high, integral) in _RANGES.items():
             _in_range(name, getattr(self, name), low, high, integral)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
-                    raise _bad(name, text, "each entry must be a non-empty string")
+                    raise _bad(f"an entry of {name}", text, "a non-empty string")
         if len(self.stop) > MAX_STOPS:
             raise _bad("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS}")
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, 2**31 - 1, True)
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise _bad("logit_bias", self.logit_bias, "a table of token id to bias")
             if len(self.logit_bias) > MAX_BIASES:
                 raise _bad("logit_bias", f"{len(self.logit_bias)} ids", f"at most {MAX_BIASES}")
             for token, bias in self.logit_bias.items():
@@ -171,6 +176,15 @@ class SamplingParams:
             _in_range("seed", self.seed, 0, 2**64 - 1, True)
         if self.logprobs_mode not in ("raw", "filtered"):
             raise _bad("logprobs_mode", self.logprobs_mode, '"raw" or "filtered"')
+        if self.constraint is not None:
+            if not isinstance(self.constraint, Grammar):
+                raise _bad("constraint", self.constraint, "a Grammar")
+            for name in ("kind", "text"):
+                if not isinstance(getattr(self.constraint, name), str):
+                    raise _bad(f"constraint.{name}", getattr(self.constraint, name), "text")
+        for name in ("n", "min_tokens"):
+            if getattr(self, name) is None:
+                raise _bad(name, None, "a whole number")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
 
@@ -222,7 +236,11 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
 
 
 def _bad(name: str, value: object, want: str) -> RequestError:
-    return RequestError("HR-REQUEST-01", f"{name} = {value!r} is not allowed", f"{name} must be {want}")
+    try:
+        shown = f"{value!r:.100}"
+    except ValueError:  # an integer of thousands of digits
+        shown = "a huge number"
+    return RequestError("HR-REQUEST-01", f"{name} = {shown} is not allowed", f"{name} must be {want}")
 
 
 def _in_range(name: str, value: object, low: float, high: float, integral: bool) -> None:
@@ -235,7 +253,7 @@ def _in_range(name: str, value: object, low: float, high: float, integral: bool)
         if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)):
             raise _bad(name, value, "a whole number" if integral else "a number")
     if value != value or not low <= value <= high:
-        raise _bad(name, value, f"from {low:g} to {high:g}")
+        raise _bad(name, value, f"from {low} to {high}" if integral else f"from {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
