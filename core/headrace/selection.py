@@ -126,9 +126,11 @@ def _no_backend(answers: Answers, source: ModelSource, asked: Choice) -> ModelEr
     told = [(entry, answer) for entry, answer in answers if isinstance(answer, Reject)]
     told = [each for each in told if asked.use in (None, each[0].spec.name)]
     helps = [answer.help for _, answer in told if answer.help]
-    readers = [entry for entry, _ in told if source.format in entry.spec.formats]
+    readers = [entry.spec.name for entry, _ in answers if source.format in entry.spec.formats]
     if source.format in extras() and not readers:
         helps.insert(0, f"pip install 'headrace[{source.format}]'")
+    if asked.use and readers and asked.use not in readers:
+        helps.insert(0, f"leave 'backend.use' out, or name one that reads {source.format}: {', '.join(readers)}")
     reasons = "; ".join(f"{entry.spec.name}: {answer.why}" for entry, answer in told) or "no backend is installed"
     if asked.use:
         where = f" ({asked.where})" if asked.where else ""

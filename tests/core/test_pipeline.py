@@ -284,6 +284,11 @@ def test_a_format_that_nobody_reads_names_the_extra(catalog: Catalog) -> None:
     assert error.help.startswith("pip install 'headrace[gguf]'")
 
 
+def test_a_backend_of_another_format_names_those_that_read_it(catalog: Catalog) -> None:
+    error = refused(catalog, "[backend]\nuse = 'toy'", model="fake://fake")
+    assert error.help == "leave 'backend.use' out, or name one that reads fake: fake, lacking, slow"
+
+
 def test_two_backends_of_one_name(fake: Fake) -> None:
     text = PLUGIN.partition("@hookimpl\ndef headrace_drafters")[0]
     modules = {name: plugin_module(text, name) for name in "ab"}
