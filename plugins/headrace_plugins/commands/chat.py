@@ -178,13 +178,15 @@ class _Screen:
         """The answer so far and its speed. What is taller than the screen shows its end."""
         from rich.console import Group
         from rich.markdown import Markdown
+        from rich.segment import SegmentLines
         from rich.text import Text
 
         width, height = self._console.size
         rows = text.split("\n")
         fits = sum(1 + len(row) // width for row in rows) < height - 4
         body = Markdown(text) if fits else Text(text[-width * (height // 2) :])
-        return Group(body, Text(f"{rate:.1f} tok/s · ^C stops", style="dim"))
+        lines = self._console.render_lines(body, pad=False)[2 - height :]  # Live would cut off the end instead
+        return Group(SegmentLines(lines, new_lines=True), Text(f"{rate:.1f} tok/s · ^C stops", style="dim"))
 
     def say(self, text: str) -> None:
         self._console.print(text, style="dim", highlight=False, markup=False)
