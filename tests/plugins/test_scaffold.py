@@ -40,6 +40,9 @@ def test_files(kind: str, tmp_path: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["name"] == "headrace-my-idea"
     assert project["entry-points"]["headrace"] == {"my-idea": "headrace_my_idea"}
+    article = "An" if kind == "observer" else "A"
+    assert project["description"].startswith(f"{article} {kind} plugin for Headrace: ")
+    assert f"\n{article} {kind} for [Headrace]" in (root / "README.md").read_text()
     for path in paths:
         assert "$" not in path.read_text(), f"{path} holds an unfilled placeholder"
 

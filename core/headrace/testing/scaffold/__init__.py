@@ -72,6 +72,7 @@ def render(kind: str, name: str) -> dict[str, str]:
     values = {
         "api": str(API),
         "kind": kind,
+        "A_kind": f"{'An' if kind[0] in 'aeiou' else 'A'} {kind}",
         "name": name,
         "dist": f"headrace-{name}",
         "module": module,
