@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.errors import ConfigError, RequestError
 from headrace.llm import LLM, Job, Params, prefixed
@@ -26,9 +26,20 @@ KEPT = ("stop", "length")
 DIALECT = "jinja"
 
 
-def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Any:
-    """What turns messages into a prompt for this model: an object with
-    `prompt(messages, prefill, arguments) -> (text, ids)`, made by the "jinja" dialect.
+class ChatFormat(Protocol):
+    """What a dialect's `chat_format(source, origin, tokenizer)` gives: turns messages into a prompt. Any thread."""
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], prefill: str = "", arguments: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[int]]:
+        """(text, ids) that asks for the next assistant message, which is to begin with `prefill`. arguments: extra
+        template variables. Raises RequestError for messages that the template refuses, ModelError for a bad template.
+        """
+        ...
+
+
+def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> ChatFormat:
+    """What turns messages into a prompt for this model, made by the "jinja" dialect.
 
     The template is the argument, else the config's [chat] template, else the one in the model's own metadata. The first
     two may be a path or the source itself (anything with "{%", "{{" or a line break). Raises RequestError HR-CHAT-01 if
@@ -38,7 +49,8 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Any
 
     source, origin = _find_template(llm, template)
     entry = llm.catalog.find(DialectSpec, DIALECT)
-    return llm.catalog.load_object(entry.spec.factory, entry)().chat_format(source, origin, llm.tokenizer)
+    made: ChatFormat = llm.catalog.load_object(entry.spec.factory, entry)().chat_format(source, origin, llm.tokenizer)
+    return made
 
 
 def has_template(llm: LLM) -> bool:

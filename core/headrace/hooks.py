@@ -103,7 +103,9 @@ class StoreSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialectSpec(Spec):
-    """factory() -> dialect: chat template, tool-call and reasoning parser of a model family."""
+    """factory() -> dialect: how the chats of a model family are written. It has
+    `chat_format(source, origin, tokenizer) -> headrace.chat.ChatFormat`; source: the template's text, origin: where it
+    came from, for error texts."""
 
     match: tuple[str, ...] = ()
 
@@ -282,4 +284,3 @@ HOOKS: dict[str, type[Spec] | None] = {
 def kind_of(spec_type: type[Spec]) -> str:
     """ "backend" for BackendSpec: the word used in tables, config and error texts."""
     return {"ArchSpec": "model"}.get(spec_type.__name__, spec_type.__name__.removesuffix("Spec").lower())
-

@@ -154,7 +154,7 @@ class _Batch:
         base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs)
         params = _typed(SamplingParams, {name: getattr(base, name) for name in known} | item, "the line")
         if given[0] == "messages":
-            return make_job(self.llm, self.args, params, messages=check_messages(value))  # type: ignore[arg-type]
+            return make_job(self.llm, self.args, params, messages=check_messages(value))
         wanted = str if given[0] == "prompt" else list
         if not isinstance(value, wanted):
             message = f"{given[0]} must be {'text' if wanted is str else 'a list of ids'}, not {value!r:.60}"

@@ -6,7 +6,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import EXIT_INTERRUPT, EXIT_OK
@@ -97,7 +97,7 @@ def make_job(
     params: Any,
     *,
     prompt: Any = None,
-    messages: list[Mapping[str, Any]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> Job:
     """A request for text, token ids or messages, formatted as the arguments say. Raises RequestError."""
     from headrace.chat import chat_format, has_template
