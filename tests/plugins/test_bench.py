@@ -1,4 +1,4 @@
-"""The benches run, compare with a baseline of the same run, and report in the one form. Their figures are not judged."""
+"""The benches run, compare with a baseline of the same run, and report in one form. Their figures are not judged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import json
 
 import pytest
-
 from headrace.cli import main
 from headrace_plugins.bench import report, scheduler
 
