@@ -153,14 +153,17 @@ _ELSEWHERE: Mapping[str, str] = {
 class Choice:
     """A plugin that the config picks, with options as they were written."""
 
-    key: str
-    """Dotted key of the table: "backend", "parallel.experts", "observers.0"."""
-    path: KeyPath = field(default=(), repr=False)
-    """The same, as keys."""
+    path: KeyPath
+    """Of the table: ("backend",), ("parallel", "experts"), ("observers", "0")."""
     use: str | None
     """Record name; None = choose for me (backend only)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     where: Where | None = None
+
+    @property
+    def key(self) -> str:
+        """The path, dotted: "backend", "parallel.experts", "observers.0"."""
+        return dotted(self.path)
 
 
 S = TypeVar("S", bound=Spec)
@@ -195,10 +198,13 @@ class Config:
     chat: Mapping[str, str] = field(default_factory=dict)
     """template (absolute path, or Jinja text) and system, where set."""
     path: str | None = None
-    origin: Mapping[str, Where] = field(default_factory=dict, repr=False)
-    """Dotted key -> where it was set; keys at their default are missing."""
     paths: Mapping[KeyPath, Where] = field(default_factory=dict, repr=False)
-    """The same by keys, so that keys with dots in them are told apart."""
+    """Key -> where it was set; keys at their default are missing."""
+
+    @property
+    def origin(self) -> Mapping[str, Where]:
+        """The same by dotted key."""
+        return {dotted(path): where for path, where in self.paths.items()}
 
     def choices(self) -> Iterable[tuple[Choice, type[Spec]]]:
         """Every choice with the kind of record that it picks."""
@@ -211,7 +217,8 @@ class Config:
 
     def where(self, key: str) -> str:
         """ " (node.toml:7)" for a key that was set, else an empty string."""
-        return f" ({self.origin[key]})" if key in self.origin else ""
+        found = self.origin.get(key)
+        return f" ({found})" if found else ""
 
 
 def load_config(
@@ -289,7 +296,6 @@ def _config(tree: Tree, path: str | None, problems: list[HeadraceError]) -> Conf
         plugins_disable=tables["plugins"].disable,
         chat=_chat(tables["chat"], tree, problems),
         path=path,
-        origin={dotted(key): where for key, where in tree.origin.items()},
         paths=dict(tree.origin),
         observers=tuple(_many("observers", tree, problems).values()),
         parallel=_many("parallel", tree, problems),
@@ -326,9 +332,7 @@ def _single(path: KeyPath, raw: Any, tree: Tree, problems: list[HeadraceError]) 
             message = f"unknown key {at((*path, key), tree)}"
             problems.append(ConfigError("HR-CONFIG-03", message, f'use = "{NONE}" takes no options'))
         return None
-    return Choice(
-        key=dotted(path), path=path, use=use, options=options, where=tree.where((*path, "use")) or tree.where(path)
-    )
+    return Choice(path=path, use=use, options=options, where=tree.where((*path, "use")) or tree.where(path))
 
 
 def _many(name: str, tree: Tree, problems: list[HeadraceError]) -> dict[str, Choice]:

@@ -48,7 +48,7 @@ def select(config: Config, catalog: Catalog | None) -> Selected:
     }
     raise_problems(problems)
     source = catalog.resolve(config.model)
-    asked = config.backend or Choice(key="backend", path=("backend",), use=None)
+    asked = config.backend or Choice(path=("backend",), use=None)
     answers = _probe(catalog, machine, source, asked)
     entry, fit, rejected = _best(answers, source, asked)
     backend: Chosen[Any] | None = chosen.get("backend") or check_options(config, asked, entry, catalog, problems)

@@ -122,7 +122,6 @@ def test_a_whole_file(write: Write) -> None:
     assert (config.backend.use, config.backend.options) == ("toy", {"kv": "slots"})
     assert config.observers == (
         Choice(
-            key="observers.log",
             path=("observers", "log"),
             use="x",
             options={"level": 2},
