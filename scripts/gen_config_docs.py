@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from headrace.catalog import Catalog, Entry
 from headrace.config import MANY, SINGLE, TABLES, RootTable
 from headrace.hooks import Spec, kind_of
 from headrace.options import describe
-from pydantic import BaseModel
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 PLUGINS = ("builtin", "gguf")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from pydantic import Field, model_validator
+
 from headrace.contracts import Drafter
 from headrace.options import Options
 from headrace.types import DraftView, ModelSpec, Proposal
-from pydantic import Field, model_validator
 
 NOTHING = Proposal()
 

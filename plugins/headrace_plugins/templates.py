@@ -14,13 +14,13 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.errors import ModelError, RequestError
-from headrace.llm import encode_text
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from headrace.errors import ModelError, RequestError
+from headrace.llm import encode_text
 from headrace_plugins.sandbox import METER, LimitReached, Limits, Meter, Sandbox
 
 if TYPE_CHECKING:

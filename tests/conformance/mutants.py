@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer, Store, Strategy, Tokenizer
 from headrace.kvspace import PagedSpace, SlotSpace
 from headrace.testing.conformance import (

@@ -9,12 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from plugin_text import HEAD, plugin_module
+
 from headrace import hooks
 from headrace.catalog import Catalog, PluginInfo
 from headrace.errors import ModelError, PluginError
 from headrace.hooks import BackendSpec, CommandSpec, DrafterSpec, KernelSpec, StoreSpec
 from headrace.types import ModelSource
-from plugin_text import HEAD, plugin_module
 
 STORE = HEAD + "@hookimpl\ndef headrace_stores():\n    yield StoreSpec(name={name!r}, factory='m:F', summary='s')\n"
 

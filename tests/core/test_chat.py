@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from headrace import Chat
 from headrace.chat import chat_format
 from headrace.config import load_config

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from headrace import __version__
 from headrace.catalog import Catalog
 from headrace.cli import main

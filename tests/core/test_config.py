@@ -10,6 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_text import plugin_module
+from pydantic import Field, SecretStr, ValidationError
+
 from headrace.catalog import Catalog
 from headrace.config import Choice, Config, EngineTable, SamplingTable, choose, load_config
 from headrace.errors import EXIT_CONFIG, EXIT_PLUGIN, ConfigError, HeadraceError
@@ -17,10 +22,6 @@ from headrace.hooks import StoreSpec
 from headrace.options import ByteSize, Options, Seconds, describe
 from headrace.tomlmap import key_lines
 from headrace.types import FALLBACK_SAMPLING, EngineOptions, field_names
-from hypothesis import given
-from hypothesis import strategies as st
-from plugin_text import plugin_module
-from pydantic import Field, SecretStr, ValidationError
 
 CATALOG = Catalog.load()
 Write = Callable[..., Path]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from headrace.contracts import CONTRACTS, Contract, Drafter, Executor, KVSpace, Matcher, Observer, Store
 from headrace.types import DraftView, Proposal
 

@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 from engine_harness import MODEL, Setup, ngram, oracle, output, plain, request, run
+
 from headrace import kvspace, sampling
 from headrace.contracts import Matcher
 from headrace.types import Grammar, Request, SamplingParams, Sequence

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-import headrace
 import pytest
+
+import headrace
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("core", "plugins", "backends")

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import headrace
 import numpy as np
 import pytest
+
+import headrace
 from headrace.config import load_config
 from headrace.errors import Busy, ConfigError, RequestError
 from headrace.llm import LLM, params_from

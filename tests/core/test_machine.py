@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from headrace.machine import probe_machine
 
 GIB = 1 << 30

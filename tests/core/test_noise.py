@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace import noise
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headrace import noise
 
 GOLDEN = Path(__file__).parents[1] / "data" / "noise_golden.json"
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from headrace.contracts import Tokenizer
 from headrace.errors import RequestError
 from headrace.outputs import TextStream
 from headrace.types import SamplingParams
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 SPECIAL = b"<|end|>"
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_harness import MODEL, Setup, ngram, output, plain, request, run
+
 from headrace.errors import RequestError
 from headrace.testing.toy import EOS
 from headrace.types import Grammar, SamplingParams, StepPlan, field_names

@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from plugin_text import plugin_module
+
 from headrace.catalog import Catalog
 from headrace.config import load_config
 from headrace.contracts import ConstraintEngine, Drafter, Observer
@@ -29,7 +31,6 @@ from headrace.types import (
     Request,
     SamplingParams,
 )
-from plugin_text import plugin_module
 
 PLUGIN = """
 from headrace.types import ModelSource

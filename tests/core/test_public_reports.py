@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import Setup, drain, ngram, output, plain, request, run
+
 from headrace import LLM, kvspace
 from headrace.errors import RequestError
 from headrace.types import SamplingParams

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from headrace.engine import Engine
 from headrace.errors import Busy, DeviceError, HeadraceError, RequestError, StepFailed
 from headrace.kvspace import PagedSpace

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headrace import filters, noise, sampling
 from headrace.filters import best, survivors, top
 from headrace.types import (
@@ -24,8 +27,6 @@ from headrace.types import (
     StepPlan,
     StepResult,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DATA = Path(__file__).parents[1] / "data"
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 from engine_harness import MODEL, Setup, drain, output, plain, request, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headrace.engine import Engine
 from headrace.errors import Busy, Fatal, RequestError, StepFailed
 from headrace.testing.toy import ToyModel, ToyObserver
 from headrace.types import DraftView, Grammar, Proposal, SamplingParams, Sequence
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 

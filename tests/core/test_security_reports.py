@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from headrace.llm import LLM
 
 LATER = "needs a part that does not exist yet: "

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from headrace.home import cache_home
 
 ROOT = Path(__file__).resolve().parents[2]

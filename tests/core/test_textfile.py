@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from headrace.chat import chat_format
 from headrace.config import load_config
 from headrace.errors import ConfigError

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+
 from headrace.errors import Fatal, ModelError, StepFailed
 from headrace.testing.rig import Rig, RigRow, emitted
 from headrace.testing.toy import KVCorrupt, ToyModel, ToyPaged, ToySlots

@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+
 from headrace.cli import main
 from headrace_plugins.bench import report, scheduler
 

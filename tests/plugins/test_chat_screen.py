@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from headrace_plugins.commands.chat import _Screen
 from rich.console import Console
 from rich.live import Live
+
+from headrace_plugins.commands.chat import _Screen
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from headrace.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

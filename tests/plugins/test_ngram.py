@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
+from pydantic import ValidationError
+
 from headrace.contracts import Drafter
 from headrace.testing.conformance import DrafterConformance
 from headrace.testing.toy import ToyModel
 from headrace.types import DraftView, ModelSpec
 from headrace_plugins.ngram import NGram, NGramOptions
-from pydantic import ValidationError
 
 
 class TestNGram(DrafterConformance):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from headrace.cli import main
 from headrace.errors import EXIT_PLUGIN, EXIT_USAGE, PluginError
 from headrace.testing.scaffold import KINDS, render, write_plugin

@@ -8,6 +8,7 @@ import sys
 
 import huggingface_hub
 import pytest
+
 from headrace.errors import ModelError
 from headrace_plugins import headrace_resolve
 from headrace_plugins.sources import resolve

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.testing.toy import BOS, ToyTokenizer
 from headrace_plugins.sandbox import Limits

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from headrace.contracts import Drafter
 from headrace.engine import Engine
 from headrace.kvspace import PagedSpace, SlotSpace

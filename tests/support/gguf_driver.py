@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from headrace import sampling
 from headrace.contracts import Executor
 from headrace.types import (

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from headrace.errors import HeadraceError
 from headrace.hooks import CheckResult
 from headrace.types import Fit, Reject
-
 from headrace_gguf.facts import read_facts
 from headrace_gguf.llama import INSTALL, VERSION, library
 from headrace_gguf.memory import as_facts, resolve
 
 if TYPE_CHECKING:
     from headrace.types import BuildContext, MachineInfo, ModelSource
-
     from headrace_gguf.executor import GGUFExecutor
     from headrace_gguf.options import GGUFOptions
 

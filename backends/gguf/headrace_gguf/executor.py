@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from headrace.contracts import Executor
 from headrace.errors import ModelError, StepFailed
 from headrace.sampling import prompt_logprobs, sample_step
@@ -22,7 +23,6 @@ from headrace.types import (
     StepResult,
     Trim,
 )
-
 from headrace_gguf import native
 from headrace_gguf.facts import GGUFFacts
 from headrace_gguf.llama import FLASH_ATTENTION, KV_TYPES, Context, ContextParams, Model
@@ -31,9 +31,9 @@ from headrace_gguf.tokenizer import GGUFTokenizer
 from headrace_gguf.trial import try_load
 
 if TYPE_CHECKING:
-    from headrace.types import BuildContext, LogprobRows, MaskBatch, ModelSource
     from numpy.typing import NDArray
 
+    from headrace.types import BuildContext, LogprobRows, MaskBatch, ModelSource
     from headrace_gguf.options import GGUFOptions
 
 _CODES = {1: "no KV slot for the batch", 2: "interrupted", -1: "invalid batch"}

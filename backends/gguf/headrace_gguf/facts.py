@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from headrace.errors import ModelError, RequestError
 from headrace.types import SamplingParams
-
 from headrace_gguf.ggufcheck import Array, GGUFFile, read_gguf
 
 MAX_CONTEXT = 1 << 28

@@ -10,7 +10,6 @@ from headrace.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from headrace.types import EngineOptions, MachineInfo
-
     from headrace_gguf.facts import GGUFFacts
     from headrace_gguf.options import GGUFOptions
 

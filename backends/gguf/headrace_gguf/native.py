@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from headrace.types import StepResult
 
 if TYPE_CHECKING:
-    from headrace.types import LogprobRows, MaskBatch, SamplingTable, StepPlan
     from numpy.typing import NDArray
 
+    from headrace.types import LogprobRows, MaskBatch, SamplingTable, StepPlan
     from headrace_gguf.llama import Context
 
 REFUSES: Mapping[str, str] = {

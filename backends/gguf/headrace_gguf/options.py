@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from headrace.options import Options
 from pydantic import Field, model_validator
+
+from headrace.options import Options
 
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 MOST = (1 << 31) - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headrace.contracts import Tokenizer
 from headrace.errors import RequestError
-
 from headrace_gguf.llama import ATTR_CONTROL, ATTR_UNKNOWN, Model
 
 

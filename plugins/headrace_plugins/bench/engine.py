@@ -15,7 +15,6 @@ from headrace.errors import PluginError
 from headrace.hooks import BackendSpec
 from headrace.pipeline import Pipeline, build
 from headrace.types import Request, SamplingParams
-
 from headrace_plugins.bench.report import Result, compared, measured
 
 PROMPT = "Write a long story about a dragon who learns to read."

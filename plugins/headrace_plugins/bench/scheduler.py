@@ -12,7 +12,6 @@ from headrace.engine import Engine
 from headrace.kvspace import PagedSpace
 from headrace.testing.toy import ToyModel, ToyPaged
 from headrace.types import EngineOptions, MaskBatch, Request, SamplingParams, StepPlan, StepResult
-
 from headrace_plugins.bench.report import Result, compared, measured
 
 SIZES = (1, 16, 64, 256, 512)

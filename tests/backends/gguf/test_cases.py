@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import MACHINE, Driver, new_executor
+
 from headrace.errors import HeadraceError
 from headrace.types import Fit, ModelSource
 from headrace_gguf.backend import probe
@@ -132,6 +133,7 @@ def test_nan_weights_end_a_row_only(tiny, tmp_path):
     """A model with NaN in one token's embedding: rows without that token go on."""
     import numpy as np
     from gguf_driver import Row
+
     from headrace_gguf.ggufcheck import read_gguf
 
     path = tmp_path / "nan.gguf"

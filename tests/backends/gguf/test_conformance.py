@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from headrace.contracts import Executor, Tokenizer
 from headrace.testing.conformance import ExecutorConformance, PluginConformance, TokenizerConformance
 from headrace.testing.conformance.plugin import HEAVY

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import Driver, Row, new_executor, prompt_logprobs_row
+
 from headrace.errors import StepFailed
 from headrace.types import (
     WANT_LOGITS,

@@ -27,6 +27,7 @@ from gguf_writer import (
     text,
     value,
 )
+
 from headrace.errors import ModelError
 from headrace_gguf.facts import read_facts
 from headrace_gguf.ggufcheck import MAX_STRINGS, read_gguf

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from gguf_driver import MACHINE
 from gguf_writer import F32, I32, U32, File, Tensor, array, key, sound_keys
+
 from headrace.errors import ConfigError, ModelError
 from headrace.types import EngineOptions
 from headrace_gguf.facts import read_facts

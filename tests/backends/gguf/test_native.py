@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import Driver, Row
+
 from headrace.types import Fork, Free, SamplingParams, SparseRows
 
 pytestmark = pytest.mark.gguf

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from headrace_gguf.options import GGUFOptions
 from pydantic import ValidationError
+
+from headrace_gguf.options import GGUFOptions
 
 BEYOND = 1 << 31
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import MACHINE, Driver, Row, new_executor, prompt_logprobs_row
+
 from headrace.types import Fit, Fork, Free, ModelSource, Trim
 from headrace_gguf.backend import checks, probe
 

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_synth import BOS, EOS, N_VOCAB
+
 from headrace.errors import ModelError, RequestError
 
 pytestmark = pytest.mark.gguf
