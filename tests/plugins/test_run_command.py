@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from headrace.cli import main
 from headrace.errors import EXIT_CONFIG, EXIT_INTERRUPT, EXIT_OK, EXIT_REQUEST, EXIT_USAGE
 from headrace.llm import LLM
@@ -66,13 +67,16 @@ def test_prompt_from_stdin(headrace: Any) -> None:
     assert headrace("run", TOY, "-", "--raw", "--max-tokens", "8", stdin="hello")[1] == expected
 
 
-def test_config_file_and_settings(headrace: Any) -> None:
+def test_config_file_and_settings(headrace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("p.toml").write_text(f'model = "{TOY}"\n[sampling]\ntemperature = 0.0\n')
     greedy = completed("hello", temperature=0.0) + "\n"
     options = ("--raw", "--max-tokens", "8", "-q")
     assert headrace("run", "p.toml", "hello", *options)[1] == greedy
     assert headrace("run", "--config", "p.toml", "hello", *options)[1] == greedy
     assert headrace("run", "--config", "p.toml", TOY, "hello", *options)[1] == greedy
+    monkeypatch.setenv("HEADRACE_CONFIG", "p.toml")
+    assert headrace("run", *options, stdin="hello\n")[1] == greedy
+    assert headrace("chat", *options[1:], stdin="hello\n") == headrace("chat", "p.toml", *options[1:], stdin="hello\n")
     hot = headrace("run", "p.toml", "hello", *options, "--set", "sampling.temperature=1.5")[1]
     assert hot == completed("hello", temperature=1.5) + "\n"
     code, _, err = headrace("run", "p.toml", "hello", "--set", "sampling.temprature=1.5")

@@ -15,6 +15,7 @@ from headrace_plugins.commands.model_args import (
     add_model_arguments,
     add_sampling_arguments,
     load,
+    nothing_to_load,
     params_of,
     usage_error,
 )
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headrace.chat import Chat
 
-    if args.model is None and args.config is None:
+    if nothing_to_load(args, args.model):
         raise usage_error("no model was given", "headrace chat MODEL, or headrace chat --config FILE")
     live = sys.stdin.isatty() and sys.stdout.isatty()
     with load(args, args.model) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UsageError
@@ -58,6 +59,11 @@ def config_of(args: argparse.Namespace, model: str | None) -> Config:
         path, model = model, None
     sets = [*args.set, *([f"backend.use={args.backend}"] if args.backend else [])]
     return load_config(path, model=model, sets=sets, catalog=args.catalog)
+
+
+def nothing_to_load(args: argparse.Namespace, model: str | None) -> bool:
+    """Neither a model nor --config was given, and $HEADRACE_CONFIG names no file either."""
+    return model is None and not args.config and not os.environ.get("HEADRACE_CONFIG")
 
 
 def load(args: argparse.Namespace, model: str | None) -> LLM:

@@ -14,6 +14,7 @@ from headrace_plugins.commands.model_args import (
     add_model_arguments,
     add_sampling_arguments,
     load,
+    nothing_to_load,
     params_of,
     usage_error,
 )
@@ -82,7 +83,7 @@ def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
     n_prompts = 0 if args.batch else 1
     has_model = not args.config or len(words) > n_prompts
     model = words.pop(0) if words and has_model else None
-    if model is None and not args.config and not args.batch:
+    if not args.batch and nothing_to_load(args, model):
         raise usage_error("no model was given", 'headrace run MODEL "prompt", or headrace run --config FILE "prompt"')
     if len(words) > n_prompts:
         raise usage_error(f"one word too many: {words[-1]!r}", "put quotes around the prompt")
