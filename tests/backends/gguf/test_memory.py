@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from gguf_driver import MACHINE
@@ -11,9 +12,10 @@ from gguf_writer import F32, I32, U32, File, Tensor, array, key, sound_keys
 
 from headrace.errors import ConfigError, ModelError
 from headrace.types import EngineOptions
-from headrace_gguf.facts import read_facts
+from headrace_gguf.facts import KV_TYPE_BYTES, read_facts
+from headrace_gguf.llama import KV_TYPES
 from headrace_gguf.memory import resolve
-from headrace_gguf.options import GGUFOptions
+from headrace_gguf.options import GGUFOptions, KVType
 
 
 @pytest.fixture
@@ -31,6 +33,10 @@ def facts(tmp_path):
 def shape_of(facts, *, memory: int = 8 << 30, cores: int = 3, gpu: bool = False, engine=None, **options):
     machine = replace(MACHINE, available_memory_bytes=memory, physical_cores=cores)
     return resolve(facts, GGUFOptions.model_validate(options), engine or EngineOptions(), machine, gpu)
+
+
+def test_every_kv_type_has_a_size_and_a_number():
+    assert set(get_args(KVType)) == set(KV_TYPE_BYTES) == set(KV_TYPES)
 
 
 def test_defaults(facts):
