@@ -9,6 +9,7 @@ import pytest
 from engine_harness import MODEL, Setup, ngram, output, plain, request, run
 
 from headrace.errors import RequestError
+from headrace.llm import LLM
 from headrace.testing.toy import EOS
 from headrace.types import Grammar, SamplingParams, StepPlan, field_names
 
@@ -114,3 +115,12 @@ def test_limits_of_the_engine_hold_in_every_step(option: str, most: int) -> None
     engine.executor.on_forward = measure  # type: ignore[attr-defined]
     run(engine, [request(f"r{i}", PROMPT, SamplingParams(max_tokens=3, temperature=0)) for i in range(3)])
     assert max(seen) == most
+
+
+@pytest.mark.parametrize("kv", ["paged", "slots"])
+def test_the_prefix_cache_can_be_off(kv: str) -> None:
+    for on in (True, False):
+        with LLM("toy://vocab=300", backend={"use": "toy", "kv": kv}, engine={"prefix_cache": on}) as llm:
+            cached = [llm.generate("a prompt " * 9, {"max_tokens": 2}).usage.cached_tokens for _ in range(2)]
+        assert cached[0] == 0
+        assert (cached[1] > 0) == on
