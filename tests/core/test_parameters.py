@@ -105,7 +105,7 @@ def test_media_are_refused_by_models_that_take_none() -> None:
     ("option", "most"), [("prefill_chunk_tokens", 4), ("max_batch_tokens", 7), ("max_sequences", 2)]
 )
 def test_limits_of_the_engine_hold_in_every_step(option: str, most: int) -> None:
-    engine = Setup(options={"prefill_chunk_tokens": 64, option: most}).engine()
+    engine = Setup(kv="slots", options={"prefill_chunk_tokens": 64, option: most}).engine()
     seen: list[int] = []
 
     def measure(plan: StepPlan) -> None:
