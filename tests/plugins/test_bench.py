@@ -19,12 +19,19 @@ needs_model = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefilling hundreds of long prompts is most of what the scheduler bench takes, and no part of its figures."""
+    monkeypatch.setattr(scheduler, "PROMPT_TOKENS", 20)
+
+
 def test_a_ratio_is_ours_over_the_baseline() -> None:
     assert report.compared("x", 3.0, 2.0, "s").ratio == 1.5
     assert report.compared("x", 3.0, 0.0, "s").ratio is None
     assert report.measured("x", 3.0, "s").baseline is None
 
 
+@pytest.mark.usefixtures("short_prompts")
 def test_the_scheduler_bench_measures_every_size_with_and_without_text() -> None:
     results = scheduler.run(n_steps=3, sizes=(1, 64, 65))
     names = [result.name for result in results]
@@ -39,6 +46,7 @@ def test_the_scheduler_bench_measures_every_size_with_and_without_text() -> None
     assert wide.ours == pytest.approx(max(r.ours for r in results[1:3]) / min(r.ours for r in results[1:3]), rel=1e-3)
 
 
+@pytest.mark.usefixtures("short_prompts")
 def test_json_has_the_one_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "scheduler", "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
