@@ -58,7 +58,6 @@ class ModelSpec:
     chat_template: str | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """`SamplingParams` fields that the model's own metadata recommends."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,6 @@ class GGUFExecutor(Executor):
             bos_id=facts.bos_id,
             chat_template=facts.chat_template,
             sampling_defaults=facts.sampling_defaults,
-            metadata=facts.metadata,
         )
         layout = f"{facts.fingerprint}:{self._shape.type_k}:{self._shape.type_v}"
         self.layout = KVLayout(fingerprint=layout, n_slots=self._shape.slots, slot_tokens=self._shape.context_tokens)
