@@ -126,7 +126,7 @@ class StepSampler:
             # argmax first: its bit alone decides a greedy row, the full mask is needed only on a miss
             hit = _allows(bits, at)
             if not hit or not greedy or (wants & WANT_LOGPROBS and self.params[i].filtered):
-                _apply_mask(row, bits)
+                apply_mask(row, bits)
                 at = at if hit else int(row.argmax())
         if not self._sane(i, j, row[at]):
             return None
@@ -242,8 +242,8 @@ def _allows(bits: NDArray[np.int32], token: int) -> bool:
     return token >> 5 < bits.size and bool(int(bits[token >> 5]) >> (token & 31) & 1)
 
 
-def _apply_mask(row: Floats, bits: NDArray[np.int32]) -> None:
-    """Set the tokens that the mask excludes, and those beyond its end, to -inf."""
+def apply_mask(row: Floats, bits: NDArray[np.int32]) -> None:
+    """Set the tokens that the mask excludes, and those beyond its end, to -inf. row: [vocab], bits: [W] int32."""
     allowed = np.unpackbits(np.ascontiguousarray(bits, "<i4").view(np.uint8), bitorder="little")[: row.size]
     np.putmask(row[: allowed.size], allowed == 0, -np.inf)
     row[allowed.size :] = -np.inf

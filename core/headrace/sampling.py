@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.logprobs import prompt_logprobs
-from headrace.sampler import GREEDY_BELOW, INFINITE, NAN, NOTHING, StepSampler, step_result
+from headrace.sampler import GREEDY_BELOW, INFINITE, NAN, NOTHING, StepSampler, apply_mask, step_result
 from headrace.types import (
     DEFAULT_SEED,
     WANT_LOGITS,
@@ -54,11 +54,13 @@ __all__ = [
     "INFINITE",
     "NAN",
     "NOTHING",
+    "apply_mask",
     "new_table",
     "prompt_logprobs",
     "resolve_seed",
     "sample_step",
     "set_row",
+    "step_result",
 ]
 
 # --- the table -------------------------------------------------------------------------------------------------------

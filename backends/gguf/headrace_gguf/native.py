@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.types import StepResult
+from headrace.sampling import INFINITE, NAN, NOTHING, apply_mask, step_result
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from headrace.types import LogprobRows, MaskBatch, SamplingTable, StepPlan
+    from headrace.types import LogprobRows, MaskBatch, SamplingTable, StepPlan, StepResult
     from headrace_gguf.llama import Context
 
 REFUSES: Mapping[str, str] = {
@@ -80,7 +80,6 @@ class NativeSampler:
     ) -> StepResult:
         """One token per sampling row. rows[k]: [vocab] logits of the k-th of them; changed in place."""
         sampling = np.flatnonzero(plan.sample)
-        n_rows = len(plan.seq)
         tokens = np.zeros(len(sampling), np.int32)
         status: dict[int, str] = {}
         for name in ("bias", "banned"):
@@ -88,22 +87,19 @@ class NativeSampler:
         for k, row in enumerate(sampling.tolist()):
             logits = rows[k]
             if masks is not None and masks.starts[row] < masks.starts[row + 1]:
-                bits = masks.bits[masks.starts[row]].view(np.uint8)
-                logits[np.unpackbits(bits, bitorder="little")[: len(logits)] == 0] = -np.inf
+                apply_mask(logits, masks.bits[masks.starts[row]])
             # llama.cpp ends the process where nothing can be selected
-            if not np.isfinite(logits.max()):
-                status[row] = "logits hold NaN" if np.isnan(logits.max()) else "no token is allowed"
+            largest = logits.max()
+            if not np.isfinite(largest):
+                status[row] = NAN if np.isnan(largest) else INFINITE if largest > 0 else NOTHING
                 continue
             tokens[k] = self._one(plan, row)
-        emitted = np.zeros(n_rows, np.int32)
+        emitted = np.zeros(len(plan.seq), np.int32)
         emitted[sampling] = 1
         emitted[list(status)] = 0
-        starts = np.zeros(n_rows + 1, np.int32)
-        np.cumsum(emitted, out=starts[1:])
-        kept = tokens[[row not in status for row in sampling.tolist()]] if status else tokens
-        return StepResult(
-            tokens=kept, starts=starts, accepted=np.zeros(n_rows, np.int32), status=status, prompt_logprobs=prompt
-        )
+        result = step_result(tokens[emitted[sampling] == 1], emitted)
+        result.status, result.prompt_logprobs = status, prompt
+        return result
 
     def _edit(self, table: SamplingTable, name: str, sampling: NDArray[Any], rows: list[NDArray[np.float32]]) -> None:
         """Add logit biases, or ban ids: the sparse columns of the table."""

@@ -263,11 +263,8 @@ class _ToyExecutor(Executor):
 
 def _null_result(plan: StepPlan) -> StepResult:
     """One constant-time token per sampling row: 'a' + position mod 16."""
-    samples = plan.sample.astype(np.int32)
-    starts = np.zeros(len(samples) + 1, np.int32)
-    np.cumsum(samples, out=starts[1:])
     tokens = (97 + (plan.start + plan.length)[plan.sample] % 16).astype(np.int32)
-    return StepResult(tokens=tokens, starts=starts, accepted=np.zeros(len(samples), np.int32))
+    return sampling.step_result(tokens, plan.sample.astype(np.int32))
 
 
 class ToyPaged(_ToyExecutor):
