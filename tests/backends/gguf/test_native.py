@@ -9,6 +9,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from gguf_driver import Driver, Row
 
+from headrace import sampling
 from headrace.types import Fork, Free, SamplingParams, SparseRows
 
 pytestmark = pytest.mark.gguf
@@ -161,4 +162,21 @@ def test_a_row_with_nothing_allowed_fails_alone(make):
     masks = MaskBatch(starts=np.array([0, 1, 1], np.int32), bits=np.zeros((1, width), np.int32))
     result = driver.step([Row(0, 0, PROMPT), Row(1, 0, OTHER)], masks=masks)
     assert list(result.status) == [0]
+    assert result.starts.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("bias", "why"), [(np.inf, sampling.INFINITE), (np.nan, sampling.NAN)])
+def test_a_row_that_can_not_be_sampled_says_why(make, bias, why):
+    driver = make()
+    plan = driver.plan([Row(0, 0, PROMPT), Row(1, 0, OTHER)])
+    plan.sampling.bias = SparseRows(
+        rows=np.array([0], np.int32),
+        starts=np.array([0, 1], np.int32),
+        ids=np.array([5], np.int32),
+        values=np.array([bias], np.float32),
+    )
+    handle = driver.executor.forward(plan)
+    driver.executor.sample(handle, None)
+    result = driver.executor.collect(handle)
+    assert result.status == {0: why}
     assert result.starts.tolist() == [0, 0, 1]
