@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_harness import MODEL, Setup, ngram, output, plain, request, run
+from engine_harness import MODEL, Setup, ngram, oracle, output, plain, request, run
 
 from headrace.errors import RequestError
 from headrace.llm import LLM
@@ -124,3 +124,15 @@ def test_the_prefix_cache_can_be_off(kv: str) -> None:
             cached = [llm.generate("a prompt " * 9, {"max_tokens": 2}).usage.cached_tokens for _ in range(2)]
         assert cached[0] == 0
         assert (cached[1] > 0) == on
+
+
+@pytest.mark.parametrize(
+    "params", [{"min_tokens": 5, "logit_bias": {EOS: 50.0}}, {"bad_words": ("".join(map(chr, FREE[3:5])),)}]
+)
+@pytest.mark.parametrize("kv", ["paged", "slots"])
+def test_bans_of_one_position_are_not_those_of_a_whole_draft(kv: str, params: dict[str, Any]) -> None:
+    req = request("r", PROMPT, SamplingParams(**{**BASE, **params}))
+    alone = output(run(Setup(kv=kv).engine(), [req])["r"])
+    for told in (alone, FREE, [*alone[:4], EOS, EOS]):
+        drafter = oracle({"r": told}, [req], p=1.0)
+        assert output(run(Setup(kv=kv, drafter=drafter).engine(), [req])["r"]) == alone
