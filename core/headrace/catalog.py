@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import pluggy
 
 from headrace import __version__, hooks
-from headrace.errors import HeadraceError, ModelError, PluginError, did_you_mean
+from headrace.errors import FAULTS, HeadraceError, ModelError, PluginError, did_you_mean, why
 from headrace.hooks import HOOKS, PROJECT, BackendSpec, CommandSpec, HookSpecs, KernelSpec, Spec, kind_of
 from headrace.types import ModelSource
 
@@ -31,6 +31,8 @@ NONE = "none"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 _OBJECT = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*\Z")
+_PLAIN: Mapping[str, type] = {"str": str, "int": int, "bool": bool}
+"""Annotation -> the type that a record's field has to be of."""
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*\Z")
 
 S = TypeVar("S", bound=Spec)
@@ -137,9 +139,9 @@ class Catalog:
         for plugin in self._working():
             try:
                 specs = list(_records(self.manager, plugin.name, "headrace_kernels", device=device))
-            except Exception as error:
+            except FAULTS as error:
                 raise PluginError(
-                    "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {_text(error)}",
+                    "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {why(error)}",
                     f"disable it with --no-plugin {plugin.name}, or report it to its authors",
                 ) from error  # fmt: skip
             found += [Entry(cast(KernelSpec, spec), plugin) for spec in specs]
@@ -194,7 +196,7 @@ class Catalog:
             if missing_name and missing_name != module_name.partition(".")[0]:
                 raise _needs(entry, [missing_name]) from error
             raise _bad_object(entry, target, error) from error
-        except (Exception, SystemExit) as error:
+        except FAULTS as error:
             raise _bad_object(entry, target, error) from error
         return value
 
@@ -212,9 +214,9 @@ class Catalog:
                 source = _caller(self.manager, plugin.name, "headrace_resolve")(uri=uri)
             except HeadraceError:
                 raise
-            except Exception as error:
+            except FAULTS as error:
                 raise PluginError(
-                    "HR-PLUGIN-01", f"plugin {plugin} failed to resolve '{uri}': {_text(error)}",
+                    "HR-PLUGIN-01", f"plugin {plugin} failed to resolve '{uri}': {why(error)}",
                     f"disable it with --no-plugin {plugin.name}, or report it to its authors",
                 ) from error  # fmt: skip
             if source is not None and not isinstance(source, ModelSource):
@@ -274,11 +276,32 @@ def unknown_plugin(name: str, known: Iterable[str], what: str, where: str = "") 
 def _entry_points() -> list[_Found]:
     from importlib.metadata import entry_points
 
+    try:
+        points = entry_points(group=GROUP)
+    except Exception as error:
+        raise _damaged_installation(error) from error
     found = []
-    for point in entry_points(group=GROUP):
-        dist = point.dist
-        found.append(_Found(point.name, point.value, dist.name if dist else "unknown", dist.version if dist else ""))
+    for point in points:
+        try:
+            owner = (point.dist.name or "unknown", point.dist.version or "") if point.dist else ("unknown", "")
+        except Exception:  # its metadata is damaged: only who brought it is lost, the module may be fine
+            owner = ("unknown", "")
+        found.append(_Found(point.name, point.value, *owner))
     return sorted(found, key=lambda each: (each.name, each.dist))
+
+
+def _damaged_installation(error: Exception) -> PluginError:
+    """The distribution whose entry points can't be read: it hides those of all others."""
+    from importlib.metadata import distributions
+
+    for dist in distributions():
+        try:
+            list(dist.entry_points)
+        except Exception:
+            folder = getattr(dist, "_path", "unknown")
+            return PluginError("HR-PLUGIN-02", f"the entry points of {folder} can't be read: {why(error)}",
+                               "install that package again, or remove the folder")  # fmt: skip
+    return PluginError("HR-PLUGIN-02", f"the installed packages can't be read: {why(error)}", "see `pip check`")
 
 
 def _load(found: list[_Found], disabled: bool, manager: pluggy.PluginManager) -> PluginInfo:
@@ -313,16 +336,10 @@ def _load(found: list[_Found], disabled: bool, manager: pluggy.PluginManager) ->
         return replace(
             info,
             status="broken",
-            error=str(error) if isinstance(error, _Broken) else _text(error),
+            error=str(error) if isinstance(error, _Broken) else why(error),
             help=error.help if isinstance(error, _Broken) else _import_help(info, error),
             trace="" if isinstance(error, _Broken) else traceback.format_exc(),
         )
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, HeadraceError):
-        return error.message
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _import_help(info: PluginInfo, error: BaseException) -> str:
@@ -403,6 +420,9 @@ def _check_record(hook: str, wanted: type[Spec], record: Any) -> None:
         )
     for each in fields(record):
         value = getattr(record, each.name)
+        plain = _PLAIN.get(str(each.type))
+        if plain and type(value) is not plain:
+            raise _Broken(f"{hook}: {each.name} = {value!r:.80} of '{record.name}' must be of type {plain.__name__}")
         if str(each.type).startswith("tuple") and not (
             isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         ):
@@ -445,6 +465,6 @@ def _needs(entry: Entry[Any], missing: list[str]) -> PluginError:
 
 def _bad_object(entry: Entry[Any], target: str, error: BaseException) -> PluginError:
     return PluginError(
-        "HR-PLUGIN-06", f"{entry} can't be loaded: '{target}' failed with {_text(error)}",
+        "HR-PLUGIN-06", f"{entry} can't be loaded: '{target}' failed with {why(error)}",
         f"upgrade {entry.plugin.dist}, report it to its authors, or disable it with --no-plugin {entry.plugin.name}",
     )  # fmt: skip

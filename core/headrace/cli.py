@@ -7,9 +7,12 @@ Sub-commands are `CommandSpec` records; their modules are imported only when the
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace import __version__
@@ -17,18 +20,22 @@ from headrace.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPT,
     EXIT_OK,
+    EXIT_OUTPUT,
     EXIT_USAGE,
+    FAULTS,
     ConfigError,
     HeadraceError,
     PluginError,
     UsageError,
     did_you_mean,
+    why,
 )
 
 if TYPE_CHECKING:
     from headrace.catalog import Catalog, Entry
     from headrace.hooks import CommandSpec
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -53,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code. Errors are printed on stderr, never raised."""
     args = list(sys.argv[1:] if argv is None else argv)
     flags = argparse.Namespace(log_level="warning", log_json=False, no_plugin=[], quiet=False)
+    _prepare_streams()
     try:
-        if args[:1] in (["--version"], ["-V"]):
-            print(f"headrace {__version__}")
-            return EXIT_OK
         rest = _global_flags(args, flags)
-        code = _dispatch(rest, flags)
+        if rest[:1] in (["--version"], ["-V"]):
+            print(f"headrace {__version__}")
+            code = EXIT_OK
+        else:
+            code = _dispatch(rest, flags)
         sys.stdout.flush()
         return code
     except HeadraceError as error:
@@ -67,11 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPT
     except BrokenPipeError:
-        # whoever read our output has enough of it; keep the interpreter from complaining when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout)  # whoever read our output has enough of it
         return EXIT_OK
-    except SystemExit as error:  # argparse, after it printed --help
-        return error.code if isinstance(error.code, int) else EXIT_OK
+    except OSError as error:
+        return _unwritten(error, flags)
     except Exception as error:
         return _internal(error, flags)
 
@@ -98,7 +106,8 @@ def _dispatch(rest: list[str], flags: argparse.Namespace) -> int:
     from headrace.catalog import ENV_DISABLE, Catalog, unknown_plugin
 
     _set_up_logging(flags)
-    catalog = Catalog.load(flags.no_plugin)
+    with redirect_stdout(sys.stderr):  # what a plugin prints while it is imported is no output of ours
+        catalog = Catalog.load(flags.no_plugin)
     known = [plugin.name for plugin in catalog.plugins]
     for name, where in catalog.unknown_disabled:
         problem = unknown_plugin(name, known, "can't be disabled", where)
@@ -112,11 +121,18 @@ def _dispatch(rest: list[str], flags: argparse.Namespace) -> int:
         raise UsageError("HR-USAGE-02", f"unknown option '{rest[0]}' before the command", "see `headrace --help`")
     entry = _find_command(catalog, rest[0])
     parser, command = command_parser(catalog, entry)
-    namespace = parser.parse_args(rest[1:])
+    try:
+        namespace = parser.parse_args(rest[1:])
+    except SystemExit as error:  # argparse, after it printed --help
+        return error.code if isinstance(error.code, int) else EXIT_OK
     for key, value in vars(flags).items():
         setattr(namespace, key, value)
     namespace.catalog = catalog
-    return int(command.run(namespace) or EXIT_OK)
+    with _blamed_on(entry):
+        code = command.run(namespace)
+    if code is not None and type(code) is not int:
+        raise PluginError("HR-PLUGIN-09", f"{entry} returned {code!r:.60}, which is no exit code", _report(entry))
+    return code or EXIT_OK
 
 
 def commands(catalog: Catalog) -> list[Entry[CommandSpec]]:
@@ -136,8 +152,26 @@ def command_parser(catalog: Catalog, entry: Entry[CommandSpec]) -> tuple[Parser,
             )
     epilog = "global options: --log-level LEVEL, --log-json, --no-plugin NAME, -q"
     parser = Parser(prog=f"headrace {entry.spec.name}", description=entry.spec.summary, epilog=epilog)
-    command.add_arguments(parser)
+    with _blamed_on(entry):
+        command.add_arguments(parser)
     return parser, command
+
+
+@contextmanager
+def _blamed_on(entry: Entry[CommandSpec]) -> Iterator[None]:
+    """Whatever another distribution's command raises is its fault, not a bug of ours."""
+    try:
+        yield
+    except (HeadraceError, BrokenPipeError):
+        raise
+    except FAULTS as error:
+        if entry.plugin.dist == "headrace" and isinstance(error, Exception):
+            raise
+        raise PluginError("HR-PLUGIN-09", f"{entry} failed: {why(error)}", _report(entry)) from error
+
+
+def _report(entry: Entry[CommandSpec]) -> str:
+    return f"report it to the authors of {entry.plugin.dist}; --log-level debug shows where"
 
 
 def _find_command(catalog: Catalog, name: str) -> Entry[CommandSpec]:
@@ -146,7 +180,11 @@ def _find_command(catalog: Catalog, name: str) -> Entry[CommandSpec]:
     known = [entry.spec.name for entry in commands(catalog)]
     if name in known:
         return catalog.find(CommandSpec, name)
-    broken = "".join(f"\n  plugin {plugin} is broken: {plugin.error}" for plugin in catalog.broken())
+    broken = "".join(
+        f"\n  plugin {plugin} is {plugin.status}" + (f": {plugin.error}" if plugin.error else "")
+        for plugin in catalog.plugins
+        if plugin.status != "ok"
+    )
     help = f"{did_you_mean(name, known)}commands: {', '.join(known)}{broken}"
     if os.path.exists(name) or "://" in name:
         help = f'headrace run {name} "your prompt"'
@@ -168,6 +206,40 @@ def _help(catalog: Catalog) -> str:
         names = ", ".join(str(plugin) for plugin in broken)
         lines += ["", f"broken plugins: {names}; see `headrace plugins list`"]
     return "\n".join(lines)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare_streams() -> None:
+    """Closed streams become /dev/null, so that no file of ours gets their number and what libraries print into it.
+    Bytes that are no text, and text that the terminal has no letters for, never stop a command."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            try:
+                os.fstat(number)
+            except OSError:
+                os.dup2(null, number)
+            setattr(sys, name, os.fdopen(null, "r" if number == 0 else "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape" if number == 0 else "backslashreplace")
+
+
+def _drop(stream: Any) -> None:
+    """Let what is left in a stream that can't be written vanish, or the interpreter complains when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _unwritten(error: OSError, flags: argparse.Namespace) -> int:
+    """The exit code for an OSError that nobody took: a stream that can't be written names no file; else it's a bug."""
+    if error.errno not in FULL or error.filename is not None:
+        return _internal(error, flags)
+    _drop(sys.stdout)
+    message = f"the output can't be written: {error.strerror}"
+    _show(HeadraceError("HR-OUTPUT-01", message, "free some room, or write elsewhere"), flags)
+    return EXIT_OUTPUT
 
 
 # --- reporting -------------------------------------------------------------------------------------------------------
@@ -214,6 +286,11 @@ def _note(text: str, flags: argparse.Namespace) -> None:
 
 def _show(error: HeadraceError, flags: argparse.Namespace) -> None:
     """One error on stderr: text, or with --log-json one object per problem."""
+    with suppress(OSError):  # stderr may be what can't be written; the exit code is left to tell
+        _print_error(error, flags)
+
+
+def _print_error(error: HeadraceError, flags: argparse.Namespace) -> None:
     _log_traceback(error)
     problems: Sequence[HeadraceError] = error.problems if isinstance(error, ConfigError) else (error,)
     for problem in problems:
@@ -221,7 +298,7 @@ def _show(error: HeadraceError, flags: argparse.Namespace) -> None:
             import json
 
             fields = {"level": "error", "code": problem.code, "message": problem.message, "help": problem.help}
-            print(json.dumps(fields, ensure_ascii=False), file=sys.stderr)
+            print(json.dumps(fields), file=sys.stderr)
         else:
             print(HeadraceError.__str__(problem), file=sys.stderr)
 
@@ -229,7 +306,7 @@ def _show(error: HeadraceError, flags: argparse.Namespace) -> None:
 def _internal(error: Exception, flags: argparse.Namespace) -> int:
     help = "this is a bug: rerun with --log-level debug and report the traceback"
     _log_traceback(error)
-    _show(HeadraceError("HR-INTERNAL", f"unexpected {type(error).__name__}: {error}", help), flags)
+    _show(HeadraceError("HR-INTERNAL", f"unexpected {why(error)}", help), flags)
     return EXIT_INTERNAL
 
 

@@ -15,7 +15,16 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from headrace.catalog import NONE, Catalog, Entry, unknown_plugin
-from headrace.errors import EXIT_PLUGIN, ConfigError, HeadraceError, PluginError, RequestError, did_you_mean
+from headrace.errors import (
+    EXIT_PLUGIN,
+    FAULTS,
+    ConfigError,
+    HeadraceError,
+    PluginError,
+    RequestError,
+    did_you_mean,
+    why,
+)
 from headrace.hooks import (
     BackendSpec,
     ConstraintSpec,
@@ -419,5 +428,10 @@ def check_options(
         message = f"the options of {entry} ('{entry.spec.options}') are not a subclass of headrace.config.Options"
         problems.append(PluginError("HR-PLUGIN-07", message, f"report it to the authors of {entry.plugin.dist}"))
         return None
-    options = validate(model, choice.options, path, tree, label, problems, _ELSEWHERE)
+    try:
+        options = validate(model, choice.options, path, tree, label, problems, _ELSEWHERE)
+    except FAULTS as error:
+        message = f"the options of {entry} ('{entry.spec.options}') could not be checked: {why(error)}"
+        problems.append(PluginError("HR-PLUGIN-07", message, f"report it to the authors of {entry.plugin.dist}"))
+        return None
     return Chosen(choice, entry, options) if options is not None else None

@@ -19,6 +19,7 @@ EXIT_MODEL = 5
 EXIT_REQUEST = 6
 EXIT_DEVICE = 7
 EXIT_CHECK = 8
+EXIT_OUTPUT = 9
 EXIT_INTERRUPT = 130
 
 
@@ -100,6 +101,21 @@ class StepFailed(Exception):
 
 class Fatal(Exception):
     """Raised by an executor when the device is lost: running requests end with an error, the executor is reopened."""
+
+
+FAULTS = (Exception, SystemExit)
+"""What code of a plugin may raise where a failure has to stay the plugin's own: some call sys.exit()."""
+
+
+def why(error: BaseException) -> str:
+    """An error in one line: the message of ours, else the type and its text. Never raises."""
+    if isinstance(error, HeadraceError):
+        return error.message
+    try:
+        text = str(error)
+    except Exception:  # a plugin's own exception class may fail here; its type is all that is lost
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from headrace.catalog import Catalog, Entry
 from headrace.config import Config, raise_problems
 from headrace.contracts import ConstraintEngine, Contract, Drafter, Executor, KVSpace, Observer, Tokenizer
 from headrace.decisions import NEAR_TIES, Decision, decisions
-from headrace.errors import ConfigError, HeadraceError, ModelError, PluginError
+from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
 from headrace.hooks import BackendSpec, DrafterSpec
 from headrace.selection import Selected, select, unserved
 from headrace.types import BuildContext, Capabilities, ModelSpec
@@ -114,9 +114,9 @@ def _make(catalog: Catalog, entry: Entry[Any], contract: type[T], *args: Any) ->
         made = factory(*args)
     except HeadraceError:
         raise
-    except Exception as error:
+    except FAULTS as error:
         raise PluginError(
-            "HR-PLUGIN-09", f"{entry} could not be made: {type(error).__name__}: {error}",
+            "HR-PLUGIN-09", f"{entry} could not be made: {why(error)}",
             f"report it to the authors of {entry.plugin.dist}; --log-level debug shows where",
         ) from error  # fmt: skip
     if not isinstance(made, contract):
@@ -147,10 +147,10 @@ def _open(executor: Executor, selected: Selected) -> None:
         executor.open()
     except HeadraceError:
         raise
-    except Exception as error:
+    except FAULTS as error:
         raise ModelError(
             "HR-MODEL-02", f"backend '{entry.spec.name}' could not load {selected.source.uri}: "
-            f"{type(error).__name__}: {error}", "--log-level debug shows where; `headrace doctor` checks the machine",
+            f"{why(error)}", "--log-level debug shows where; `headrace doctor` checks the machine",
         ) from error  # fmt: skip
     for name in ("caps", "model", "tokenizer", "layout"):
         if not hasattr(executor, name):

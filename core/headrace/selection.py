@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.catalog import Catalog, Entry, extras, install_line, missing_packages
 from headrace.config import Choice, Chosen, Config, check_disabled, check_options, choose, raise_problems
-from headrace.errors import ConfigError, HeadraceError, ModelError, PluginError
+from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
 from headrace.hooks import BackendSpec
 from headrace.machine import probe_machine
 from headrace.types import Fit, MachineInfo, ModelSource, Reject
@@ -90,10 +90,14 @@ def _ask(catalog: Catalog, entry: Entry[BackendSpec], machine: MachineInfo, sour
         return Reject(error.message, error.help)
     except HeadraceError:
         raise
-    except Exception as error:  # kept as the reason why this backend lost: it is shown if none is left
-        return Reject(f"its probe failed with {type(error).__name__}: {error}", f"report it to {entry.plugin.dist}")
-    if isinstance(answer, Fit | Reject):
+    except FAULTS as error:  # kept as the reason why this backend lost: it is shown if none is left
+        return Reject(f"its probe failed with {why(error)}", f"report it to {entry.plugin.dist}")
+    if isinstance(answer, Reject):
         return answer
+    if isinstance(answer, Fit):
+        if isinstance(answer.score, int | float) and answer.score == answer.score:
+            return answer
+        return Reject(f"its probe gave the score {answer.score!r:.60}", f"report it to {entry.plugin.dist}")
     return Reject(f"its probe answered {answer!r:.60} instead of Fit or Reject", f"report it to {entry.plugin.dist}")
 
 

@@ -174,6 +174,9 @@ def test_hook_arguments_are_checked() -> None:
         ("yield StoreSpec(name='x y', factory='m:F', summary='')", "the name 'x y'"),
         ("yield StoreSpec(name='none', factory='m:F', summary='')", "the name 'none'"),
         ("yield StoreSpec(name='x', factory='m:F', summary='', requires='redis')", "must be a tuple of strings"),
+        ("yield StoreSpec(name='x', factory='m:F', summary=3)", "summary = 3 of 'x' must be of type str"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise type('Odd', (Exception,), {'__str__': None})", "Odd"),
         ("for i in 1, 2: yield StoreSpec(name='x', factory='m:F', summary='')", "two records"),
     ],
 )
@@ -262,13 +265,15 @@ def headrace_resolve(uri):
         return "path"
     if uri == "mine://boom":
         1 / 0
+    if uri == "mine://exit":
+        raise SystemExit(3)
     if uri.startswith("mine://"):
         return ModelSource(uri=uri, path="", format="mine")
 """
     catalog = Catalog.load(extra={"mine": in_process(code)})
     assert catalog.resolve("mine://x") == ModelSource(uri="mine://x", path="", format="mine")
     assert catalog.resolve("toy://").format == "toy"
-    for uri in ("mine://bad", "mine://boom"):
+    for uri in ("mine://bad", "mine://boom", "mine://exit"):
         with pytest.raises(PluginError, match="plugin 'mine' "):
             catalog.resolve(uri)
     with pytest.raises(ModelError, match="no plugin knows the scheme 's4://'"):
@@ -287,3 +292,20 @@ def test_no_hook_is_called_after_the_catalog_was_loaded() -> None:
     catalog.resolve("toy://")
     stop()
     assert set(calls) == {"headrace_resolve"}
+
+
+@pytest.mark.parametrize("metadata", [None, b"", b"Name: x\n", b"\xff\xfe"])
+def test_a_plugin_without_readable_metadata_is_a_plugin_all_the_same(
+    metadata: bytes | None, install: Install, tmp_path: Path
+) -> None:
+    install("bare", HEAD)
+    path = tmp_path / "headrace_bare-0.4.dist-info" / "METADATA"
+    path.unlink() if metadata is None else path.write_bytes(metadata)
+    assert plugin(Catalog.load(), "bare").status == "ok"
+
+
+def test_entry_points_that_can_not_be_read_are_named(install: Install, tmp_path: Path) -> None:
+    install("torn", HEAD)
+    (tmp_path / "headrace_torn-0.4.dist-info" / "entry_points.txt").write_bytes(b"[headrace]\ntorn = \xff\n")
+    with pytest.raises(PluginError, match=r"HR-PLUGIN-02: the entry points of .*headrace_torn-0.4.dist-info"):
+        Catalog.load()

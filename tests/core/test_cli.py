@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from headrace.errors import (
     EXIT_INTERRUPT,
     EXIT_MODEL,
     EXIT_OK,
+    EXIT_OUTPUT,
     EXIT_PLUGIN,
     EXIT_USAGE,
     ModelError,
@@ -152,8 +154,9 @@ def test_errors_and_exit_codes(run: Run, argv: list[str], code: int, text: str) 
     assert "Traceback" not in err
 
 
-def test_an_unknown_command_mentions_broken_plugins(run: Run) -> None:
+def test_an_unknown_command_mentions_broken_and_disabled_plugins(run: Run) -> None:
     assert "plugin 'shattered' (headrace-shattered 1.2) is broken" in run("serve")[2]
+    assert "plugin 'acting' (headrace-acting 1.2) is disabled" in run("act", "--no-plugin", "acting")[2]
 
 
 def test_typed_errors_of_a_command(run: Run, act: Act) -> None:
@@ -163,16 +166,34 @@ def test_typed_errors_of_a_command(run: Run, act: Act) -> None:
     assert json.loads(err) == {"level": "error", "code": "HR-X-01", "message": "it broke", "help": "mend it"}
 
 
-def test_bugs_have_a_traceback_on_request(run: Run, act: Act) -> None:
-    act.do = fail(ValueError("oops"))
-    code, _, err = run("act")
+def test_bugs_have_a_traceback_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_plugins.commands.doctor.run", fail(ValueError("oops")))
+    code, _, err = run("doctor")
     assert (code, err.splitlines()[0]) == (EXIT_INTERNAL, "HR-INTERNAL: unexpected ValueError: oops")
     assert "--log-level debug" in err
     assert "Traceback" not in err
-    assert "Traceback" in run("act", "--log-level", "debug")[2]
-    lines = [json.loads(line) for line in run("act", "--log-level", "debug", "--log-json")[2].splitlines()]
+    assert "Traceback" in run("doctor", "--log-level", "debug")[2]
+    lines = [json.loads(line) for line in run("doctor", "--log-level", "debug", "--log-json")[2].splitlines()]
     assert "Traceback" in lines[0]["traceback"]
     assert lines[-1]["code"] == "HR-INTERNAL"
+
+
+@pytest.mark.parametrize("error", [ValueError("oops"), OSError(5, "oops"), SystemExit("oops"), SystemExit(3)])
+def test_faults_of_others_commands_are_theirs(run: Run, act: Act, error: BaseException) -> None:
+    act.do = fail(error)
+    code, out, err = run("act")
+    assert (code, out) == (EXIT_PLUGIN, "")
+    assert "HR-PLUGIN-09: command 'act' of plugin 'acting' (headrace-acting 1.2) failed" in err
+    assert "report it to the authors of headrace-acting" in err
+    assert "Traceback" in run("act", "--log-level", "debug")[2]
+
+
+@pytest.mark.parametrize("returned", ["0", True, 1.5])
+def test_exit_codes_are_whole_numbers(run: Run, act: Act, returned: object) -> None:
+    act.do = lambda args: returned
+    code, _, err = run("act")
+    assert code == EXIT_PLUGIN
+    assert f"returned {returned!r}, which is no exit code" in err
 
 
 def test_an_interrupt(run: Run, act: Act) -> None:
@@ -216,6 +237,47 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == EXIT_OK
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plugins", "list"], ["run", "toy://", "hi"]])
+def test_closed_and_full_streams(argv: list[str]) -> None:
+    code = "import sys; from headrace.cli import main; sys.exit(main())"
+
+    def shell(redirect: str) -> subprocess.CompletedProcess[str]:
+        line = f'exec "$0" "$@" {redirect}'
+        words = ["sh", "-c", line, sys.executable, "-c", code, *argv]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert shell("<&- >&- 2>&-").returncode == EXIT_OK
+    assert shell("2>&-").returncode == EXIT_OK
+    if Path("/dev/full").exists():
+        full = shell(">/dev/full")
+        assert full.returncode == EXIT_OUTPUT
+        assert full.stderr.splitlines()[-2].startswith("HR-OUTPUT-01: the output can't be written: No space left")
+        assert "Traceback" not in full.stderr
+
+
+def test_a_full_stderr_leaves_the_exit_code() -> None:
+    if Path("/dev/full").exists():
+        with open("/dev/full", "wb") as full:
+            code = "import sys; from headrace.cli import main; sys.exit(main())"
+            done = subprocess.run([sys.executable, "-c", code, "nope"], stderr=full, check=False)
+        assert done.returncode == EXIT_USAGE
+
+
+def test_bytes_that_are_no_text() -> None:
+    """In the arguments, on stdin, and for a terminal without the letters."""
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = headrace("run", "toy://", "--raw", "--max-tokens", "3", input=b"\xff".decode("latin-1"), env=environ)
+    assert "HR-INTERNAL" not in done.stderr
+    done = headrace("config", "check", os.fsdecode(b"\xff.toml"), env=environ)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (3, "HR-CONFIG-01: no such config file: \\udcff.toml")
+    environ["PYTHONIOENCODING"] = "ascii"
+    for command in (["doctor"], ["doctor", "--json"], ["run", "toy://", "hi", "--json"]):
+        done = headrace(*command, env=environ)
+        assert "HR-INTERNAL" not in done.stderr
+        if "--json" in command:
+            json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +366,32 @@ def test_doctor(run: Run, act: Act) -> None:
     act.check = fail(ValueError("bad check"))  # type: ignore[assignment]
     checks = {each["name"]: each for each in json.loads(run("doctor", "--json")[1])["checks"]}
     assert checks["mine"]["status"] == "fail"
+
+
+def test_doctor_survives_every_check(run: Run, act: Act) -> None:
+    from headrace.hooks import CheckResult
+
+    def noisy() -> Iterator[CheckResult]:
+        print("noise")
+        yield CheckResult("noisy", "ok", "fine", facts={(1, 2): float("nan"), "set": {3}, "text": "\udcff"})
+        sys.exit(3)
+
+    odd: list[Any] = [CheckResult("mine", "odd", "x"), CheckResult("mine", "ok", None), 5]  # type: ignore[arg-type]
+    for check in (noisy, lambda: None, fail(SystemExit(3)), *(lambda each=each: [each] for each in odd)):
+        act.check = check  # type: ignore[assignment]
+        code, out, _ = run("doctor", "--json", "--no-plugin", "shattered")
+        checks = {each["name"]: each for each in json.loads(out)["checks"]}
+        assert (code, checks["mine"]["status"]) == (EXIT_CHECK, "fail")
+        assert "the check itself failed" in checks["mine"]["detail"]
+        if check is noisy:
+            assert checks["noisy"]["facts"] == {"(1, 2)": None, "set": [3], "text": "\udcff"}
+
+
+def test_what_plugins_print_is_not_in_the_output(run: Run, act: Act, tmp_path: Path) -> None:
+    (tmp_path / "cli_acting.py").write_text("print('noise')\n" + PLUGIN)
+    code, out, err = run("plugins", "list", "--json")
+    assert (code, err) == (EXIT_OK, "noise\n")
+    assert json.loads(out)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from headrace import __version__
 from headrace.catalog import install_line, missing_packages
-from headrace.errors import EXIT_CHECK, EXIT_OK, HeadraceError
+from headrace.errors import EXIT_CHECK, EXIT_OK, FAULTS, HeadraceError, why
 from headrace.hooks import BackendSpec, CheckResult, CheckSpec
 from headrace_plugins.commands.text import as_json, table
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MINIMUM_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 1 << 30
+STATUSES = get_args(get_type_hints(CheckResult)["status"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +51,29 @@ def diagnose(catalog: Catalog) -> Iterator[CheckResult]:
     yield from _plugins(catalog)
     yield from _backends(catalog)
     for entry in catalog.specs(CheckSpec):
+        results: list[CheckResult] = []
         try:
-            results: Iterable[CheckResult] = catalog.load_object(entry.spec.factory, entry)()
-            yield from results
+            with redirect_stdout(sys.stderr):  # what a check prints is not part of the report
+                for each in catalog.load_object(entry.spec.factory, entry)():
+                    results.append(_checked(each))
         except HeadraceError as error:
-            yield CheckResult(entry.spec.name, "fail", error.message, error.help)
-        except Exception as error:
-            detail = f"the check itself failed: {type(error).__name__}: {error}"
-            yield CheckResult(entry.spec.name, "fail", detail, f"report it to the authors of {entry.plugin.dist}")
+            results.append(CheckResult(entry.spec.name, "fail", error.message, error.help))
+        except FAULTS as error:
+            detail = f"the check itself failed: {why(error)}"
+            help = f"report it to the authors of {entry.plugin.dist}"
+            results.append(CheckResult(entry.spec.name, "fail", detail, help))
+        yield from results
+
+
+def _checked(result: Any) -> CheckResult:
+    """A plugin's result, if it is one."""
+    if not isinstance(result, CheckResult):
+        raise TypeError(f"it gave {result!r:.60}, which is no CheckResult")
+    if result.status not in STATUSES:
+        raise ValueError(f"it gave the status {result.status!r:.60}; there are {', '.join(STATUSES)}")
+    if not all(isinstance(text, str) for text in (result.name, result.detail, result.help)):
+        raise TypeError(f"name, detail and help of {result!r:.200} must be text")
+    return result
 
 
 def _python() -> CheckResult:

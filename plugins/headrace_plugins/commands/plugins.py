@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import EXIT_OK, PluginError, did_you_mean
+from headrace.errors import EXIT_OK, FAULTS, PluginError, did_you_mean, why
 from headrace.hooks import BackendSpec, Spec, kind_of
 from headrace.testing.scaffold import KINDS, write_plugin
 from headrace_plugins.commands.text import as_json, table
@@ -136,5 +136,5 @@ def _options(catalog: Catalog, plugin: PluginInfo, spec: Spec) -> dict[str, Any]
         return {"options": []}
     try:
         return {"options": describe(catalog.load_object(spec.options, Entry(spec, plugin)))}
-    except PluginError as error:
-        return {"error": error.message}
+    except FAULTS as error:  # shown in place of the options
+        return {"error": why(error)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,25 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
 
 
 def as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    """JSON of anything: what JSON has no form for becomes text, and NaN or an infinity null."""
+    return dumps(value, indent=2)
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    plain = not (sys.stdout.encoding or "").lower().startswith("utf")  # then what it can't print has to be escaped
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=plain, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return str(value)
 
 
 def shown(value: Any) -> str:
