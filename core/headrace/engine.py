@@ -106,7 +106,7 @@ class Engine:
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request: its n sequences, in sample order. Raises RequestError, or Busy when the queue is full."""
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.with_traceback(None)
         n = request.params.n
         n_waiting = len(self.scheduler.waiting)
         if n_waiting + n > self.options.max_waiting:
@@ -424,7 +424,6 @@ class Engine:
     ) -> None:
         """End a sequence: give everything back and tell whoever waits for it."""
         self.scheduler.finish(seq, self._ops, reuse)
-        seq.finish_reason = reason
         seq.error = error or seq.error
         seq.matcher = None
         seq.times[3] = self.clock()
@@ -432,6 +431,7 @@ class Engine:
             seq.stream.finish()
         if seq.logprobs is not None:
             del seq.logprobs[seq.n_generated :]
+        seq.finish_reason = reason  # last: readers in other threads then find all of the above
         self._timed.discard(seq)
         if not self._touched or self._touched[-1] is not seq:
             self._touched.append(seq)

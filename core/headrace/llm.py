@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -13,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from headrace.admission import admit_request
@@ -244,6 +244,7 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams, text: str | None = None, **fields: Any) -> Job:
         """A checked request and its prompt text. params must be resolved; fields are those of `Request`."""
+        self._runner.check()
         if isinstance(prompt, str):
             text = prompt
             ids = encode_text(self.tokenizer, prompt) if prompt else []
@@ -409,21 +410,21 @@ def _plain_int(token: Any) -> Any:
 
 
 def _drive(feed: Generator[_Wait, None, None], refresh_s: float | None) -> None:
-    event = threading.Event()
+    news: SimpleQueue[None] = SimpleQueue()  # ^C leaves it whole, unlike an Event (see Handle._block)
     armed: set[str] = set()
 
     def fire(name: str) -> None:
         armed.discard(name)
-        event.set()
+        news.put(None)
 
     try:
         for pause in feed:
-            event.clear()
+            while not news.empty():
+                news.get()
             _arm(pause.handles, armed, fire)
-            if pause.timeout_s is not None:
-                event.wait(pause.timeout_s)
-            elif not any(handle.done for handle in pause.handles):
-                event.wait(refresh_s)
+            if pause.timeout_s is not None or not any(handle.done for handle in pause.handles):
+                with contextlib.suppress(Empty):
+                    news.get(timeout=pause.timeout_s if pause.timeout_s is not None else refresh_s)
     finally:
         feed.close()
 
@@ -456,6 +457,8 @@ def _arm(handles: Seq[Handle], armed: set[str], fire: Callable[[str], None]) -> 
         if name not in armed:
             armed.add(name)
             handle.watch(partial(fire, name))
+            if handle.done:  # maybe too late for a call, and a retry of the request has the same name
+                armed.discard(name)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

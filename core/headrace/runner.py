@@ -53,8 +53,10 @@ class Handle:
         self._owner = owner  # keeps an LLM alive that only its stream refers to
         self._seqs: list[Sequence] | None = None
         self._error: BaseException | None = None
+        self._kept: Output | None = None
         self._cursors: list[list[int]] = []
         """[pieces, tokens, ended] read so far, by sequence."""
+        self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._waiters: list[tuple[Callable[[], object], bool]] = []
 
@@ -107,9 +109,16 @@ class Handle:
 
     def _output(self) -> Output:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
+        if self._kept is not None:
+            return self._kept
         assert self._seqs is not None
         return build_output(self._seqs, self._runner.tokenizer, self.prompt)
+
+    def _keep(self) -> None:
+        """Build the output while the tokenizer still works; `result()` may be asked for after close."""
+        if self.done and self._error is None:
+            self._kept = self._output()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -149,22 +158,15 @@ class Handle:
 
     def _poll(self) -> Chunk | None:
         """The next chunk, or None when nothing new came. A sample's last chunk carries its finish_reason."""
+        self._runner._check_process()
         seqs = self._seqs or ()
-        if len(self._cursors) != len(seqs):
-            self._cursors = [[0, 0, 0] for _ in seqs]
-        for seq, cursor in zip(seqs, self._cursors, strict=True):
-            if cursor[2]:
-                continue
-            reason = seq.finish_reason  # read first: what is set before the end is then seen below
-            n_tokens = len(seq.tokens)
-            pieces = seq.stream.pieces if seq.stream is not None else None
-            n_pieces = n_tokens - seq.n_prompt if pieces is None else len(pieces)
-            if n_pieces == cursor[0] and reason is None:
-                continue
-            text = "".join(pieces[cursor[0] : n_pieces]) if pieces is not None else ""
-            ids = tuple(seq.tokens[seq.n_prompt + cursor[1] : n_tokens])
-            cursor[:] = n_pieces, n_tokens - seq.n_prompt, int(reason is not None)
-            return Chunk(seq.sample_index, text, ids, reason)
+        with self._reading:
+            if len(self._cursors) != len(seqs):
+                self._cursors = [[0, 0, 0] for _ in seqs]
+            for seq, cursor in zip(seqs, self._cursors, strict=True):
+                chunk = None if cursor[2] else _advance(seq, cursor)
+                if chunk is not None:
+                    return chunk
         return None
 
     def _has_news(self) -> bool:
@@ -179,13 +181,13 @@ class Handle:
     def _exhausted(self) -> bool:
         """True after the last chunk; raises what ended the request if that was an error."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         seqs = self._seqs or ()
         if not seqs or not all(cursor[2] for cursor in self._cursors):
             return False
         failed = next((seq.error for seq in seqs if seq.error is not None), None)
         if failed is not None:
-            raise failed
+            raise failed.with_traceback(None)
         return True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -203,14 +205,23 @@ class Handle:
         with self._lock:
             self._waiters.append((wake, each))
 
+    def unwatch(self, wake: Callable[[], object]) -> None:
+        """Give up waiting: forget a `wake` that was not called yet."""
+        with self._lock:
+            self._waiters = [waiter for waiter in self._waiters if waiter[0] is not wake]
+
     def _block(self, ready: Callable[[], bool], each: bool = False) -> None:
         self._runner._check_process()
-        event = threading.Event()
+        # no Event: ^C inside Event.wait breaks its lock, and then Event.set raises or hangs in the engine's thread
+        news: SimpleQueue[None] = SimpleQueue()
+        wake = partial(news.put, None)
         while not ready():
-            event.clear()
-            self.watch(event.set, each)
-            if not ready():
-                event.wait()
+            try:
+                self.watch(wake, each)
+                if not ready():
+                    news.get()
+            finally:
+                self.unwatch(wake)
 
     async def _ablock(self, ready: Callable[[], bool], each: bool = False) -> None:
         import asyncio
@@ -219,9 +230,13 @@ class Handle:
         loop = asyncio.get_running_loop()
         while not ready():
             event = asyncio.Event()
-            self.watch(partial(wake_loop, loop, event), each)
-            if not ready():
-                await event.wait()
+            wake = partial(wake_loop, loop, event)
+            try:
+                self.watch(wake, each)
+                if not ready():
+                    await event.wait()
+            finally:  # a cancelled task waits no more, and one that asks with a timeout asks often
+                self.unwatch(wake)
 
     def _notify(self, final: bool) -> None:
         if not self._waiters:
@@ -230,7 +245,10 @@ class Handle:
             due = [wake for wake, each in self._waiters if final or each]
             self._waiters = [] if final else [waiter for waiter in self._waiters if not waiter[1]]
         for wake in due:
-            wake()
+            try:
+                wake()
+            except Exception:  # acceptable: only whoever gave it misses the news
+                log.warning("a waiter of request %r failed", self.request.id, exc_info=True)
 
     def _accept(self, seqs: list[Sequence]) -> None:
         self._seqs = seqs
@@ -241,6 +259,20 @@ class Handle:
         if not self.done:
             self._error = error
         self._notify(final=True)
+
+
+def _advance(seq: Sequence, cursor: list[int]) -> Chunk | None:
+    """What came since the cursor, which moves; None when nothing did."""
+    reason = seq.finish_reason  # read first: what is set before the end is then seen below
+    n_tokens = len(seq.tokens)
+    pieces = seq.stream.pieces if seq.stream is not None else None
+    n_pieces = n_tokens - seq.n_prompt if pieces is None else len(pieces)
+    if n_pieces == cursor[0] and reason is None:
+        return None
+    text = "".join(pieces[cursor[0] : n_pieces]) if pieces is not None else ""
+    ids = tuple(seq.tokens[seq.n_prompt + cursor[1] : n_tokens])
+    cursor[:] = n_pieces, n_tokens - seq.n_prompt, int(reason is not None)
+    return Chunk(seq.sample_index, text, ids, reason)
 
 
 def wake_loop(loop: Any, event: Any) -> None:
@@ -262,6 +294,8 @@ class Runner:
         self._pid = os.getpid()
         self._inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._live: dict[str, weakref.ref[Handle]] = {}
+        self._worded: weakref.WeakSet[Handle] = weakref.WeakSet()
+        """Handles whose output needs the tokenizer: log-probabilities name tokens."""
         self._stepping = False
         self._ended: BaseException | None = None
         """Why nothing is accepted any more."""
@@ -274,9 +308,7 @@ class Runner:
 
     def enqueue(self, jobs: Iterable[tuple[Request, str | None]], owner: object = None) -> list[Handle]:
         """Hand over (request, prompt text) pairs without waiting; `Handle.answered` tells when the engine replied."""
-        self._check_process()
-        if self._ended is not None:
-            raise self._ended
+        self.check()
         handles = [Handle(self, request, prompt, owner) for request, prompt in jobs]
         self._inbox.put(("add", [weakref.ref(handle) for handle in handles]))
         if self._ended is not None:  # it ended in between and may not have seen them
@@ -289,14 +321,14 @@ class Runner:
         (handle,) = self.enqueue([(request, prompt)], owner)
         handle._block(lambda: handle.answered)
         if handle._seqs is None and handle._error is not None:
-            raise handle._error
+            raise handle._error.with_traceback(None)
         return handle
 
     async def asubmit(self, request: Request, prompt: str | None = None, owner: object = None) -> Handle:
         (handle,) = self.enqueue([(request, prompt)], owner)
         await handle._ablock(lambda: handle.answered)
         if handle._seqs is None and handle._error is not None:
-            raise handle._error
+            raise handle._error.with_traceback(None)
         return handle
 
     def close(self, wait: bool = True, timeout_s: float | None = None) -> None:
@@ -310,6 +342,12 @@ class Runner:
             self.engine.interrupt()
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+
+    def check(self) -> None:
+        """Raise what stands against any use: a fork, or the end of the engine."""
+        self._check_process()
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)  # raised again and again, it would keep every caller's frames
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -402,12 +440,14 @@ class Runner:
             handle._fail(failure)
         else:
             self._live[request.id] = weakref.ref(handle)
+            if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+                self._worded.add(handle)
             handle._accept(seqs)
 
     def _leave(self) -> None:
         """Close engine and executor, end every handle; nothing may be left waiting."""
         assert self._ended is not None
-        for close in (self.engine.close, self._on_close):
+        for close in (self.engine.close, self._keep_outputs, self._on_close):
             try:
                 close()
             except Exception:
@@ -415,6 +455,10 @@ class Runner:
         self._fail_all(self._ended)
         self._live.clear()
         atexit.unregister(self._at_exit)
+
+    def _keep_outputs(self) -> None:
+        for handle in list(self._worded):
+            handle._keep()
 
     def _fail_all(self, error: BaseException) -> None:
         waiting: list[weakref.ref[Handle]] = []

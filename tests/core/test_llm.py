@@ -18,7 +18,8 @@ import pytest
 import headrace
 from headrace.config import load_config
 from headrace.errors import Busy, ConfigError, RequestError
-from headrace.llm import LLM, params_from
+from headrace.llm import LLM, _arm, params_from
+from headrace.runner import Handle
 from headrace.types import SamplingParams
 
 TOY = "toy://vocab=300,seed=3,context=256,repeat=0.5,eos_rate=0.0"
@@ -219,6 +220,30 @@ def test_two_at_once_and_closed_ones() -> None:
         one.generate(["x", "y"], SHORT)
     assert two.generate("x", SHORT).finish_reason == "length"
     two.close()
+
+
+def test_closed_llm_says_so_before_it_tokenizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed model's tokenizer has errors of its own, and after a fork its lock may be held for good."""
+    llm = load()
+    llm.close()
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *args, **more: 1 // 0)
+    for use in (llm.generate, llm.stream):
+        with pytest.raises(RequestError, match="HR-CLOSED-01"):
+            use("hello", SHORT)
+
+
+def test_a_retry_is_watched_though_its_first_try_ended_unseen(llm: LLM) -> None:
+    """A request that the full queue refuses comes again under its name; the batch must wake up for it."""
+    job = llm.request("hello", llm.resolve(SHORT))
+    first = llm.start(job)
+    first.wait()
+    armed: set[str] = set()
+    fired: list[str] = []
+    _arm([first], armed, fired.append)
+    again = Handle(llm._runner, job[0], None, None)
+    _arm([again], armed, fired.append)
+    assert len(again._waiters) == 1
+    again.cancelled = True
 
 
 def test_dropped_llm_frees_itself_and_streams_keep_it() -> None:

@@ -17,6 +17,7 @@ import pytest
 from headrace.engine import Engine
 from headrace.errors import Busy, DeviceError, HeadraceError, RequestError, StepFailed
 from headrace.kvspace import PagedSpace
+from headrace.outputs import TextStream
 from headrace.runner import Runner
 from headrace.testing.toy import ToyModel, ToyPaged
 from headrace.types import Chunk, EngineOptions, Request, SamplingParams, StepPlan
@@ -247,6 +248,110 @@ def test_slow_consumer_holds_nothing(started: Any) -> None:
     other.result()
     assert handle._waiters == []  # nobody asked, so nothing was queued
     assert len(joined(list(handle))) > 0
+
+
+def test_a_waiter_that_fails_loses_only_its_news(started: Any, caplog: pytest.LogCaptureFixture) -> None:
+    runner, executor = started()
+    hold(executor)
+    handle = runner.submit(request("a"))
+    handle.watch(lambda: 1 // 0)
+    release(executor)
+    assert handle.result().finish_reason == "length"
+    assert runner.submit(request("b")).result().finish_reason == "length"
+    assert "a waiter of request 'a' failed" in caplog.text
+
+
+class Interrupted:
+    """A queue in whose `get` ^C comes."""
+
+    def put(self, item: object) -> None:
+        pass
+
+    def get(self) -> None:
+        raise KeyboardInterrupt
+
+
+def test_waits_that_are_given_up_leave_nothing(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, executor = started()
+    hold(executor)
+    handle = runner.submit(request("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.runner.SimpleQueue", Interrupted)
+        for wait in (handle.result, handle.__next__):
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+    assert handle._waiters == []
+
+    async def poll() -> None:
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(handle.aresult(), 1e-4)
+
+    asyncio.run(poll())
+    assert handle._waiters == []
+    release(executor)
+    assert handle.result().finish_reason == "length"
+
+
+def test_readers_of_one_stream_share_it(started: Any) -> None:
+    runner, _ = started()
+    handle = runner.submit(request("a", max_tokens=1500))
+    ids: list[int] = []
+
+    def read() -> None:
+        for chunk in handle:
+            ids.extend(chunk.token_ids)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        readers = [threading.Thread(target=read) for _ in range(6)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(ids) == 1500
+
+
+def test_a_reader_that_sees_the_end_sees_all(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever polls in another thread finds text that was held back once the request counts as ended."""
+    runner, executor = started()
+    hold(executor)
+    seen = []
+    finish = TextStream.finish
+
+    def slow(stream: TextStream) -> None:
+        seen.append(handle.done)
+        finish(stream)
+
+    monkeypatch.setattr(TextStream, "finish", slow)
+    handle = runner.submit(request("a"))
+    release(executor)
+    handle.result()
+    assert seen == [False]
+
+
+def test_logprobs_may_be_read_after_close(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, executor = started()
+    handle = runner.submit(request("a", logprobs=2, prompt_logprobs=1, temperature=0.0))
+    expected = handle.result()
+    alive = executor.tokenizer.token_bytes
+    monkeypatch.setattr(executor.tokenizer, "token_bytes", lambda token: alive(token) if executor._opened else 1 // 0)
+    runner.close()
+    assert handle.result() == expected
+
+
+def test_errors_raised_again_keep_no_frames(started: Any) -> None:
+    runner, _ = started()
+    runner.close()
+    depths = []
+    for _ in range(3):
+        with pytest.raises(RequestError) as caught:
+            runner.submit(request("a"))
+        depths.append(len(caught.traceback))
+    assert len(set(depths)) == 1
 
 
 def test_deadline(started: Any) -> None:
