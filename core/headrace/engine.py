@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import count
@@ -36,6 +36,7 @@ from headrace.types import (
     KVOp,
     LogprobRows,
     MaskBatch,
+    Proposal,
     Request,
     RequestStats,
     Sequence,
@@ -242,6 +243,8 @@ class Engine:
             self._suspects.pop()
         if self.drafter is not None:
             self._draft(rows)
+        if result.proposals:
+            self._take_proposals(result.proposals, rows)
         if self.observers:
             seconds = {
                 "schedule": scheduled - started,
@@ -475,10 +478,8 @@ class Engine:
         seqs: list[Sequence] = []
         views: list[DraftView] = []
         for seq in rows.seqs:
-            if seq.status != "running" or len(seq.tokens) - seq.computed != 1:
-                continue
-            room = min(most, seq.limit - len(seq.tokens) - 1)
-            if room > 0 and not (seq.extras is not None and seq.extras.depends_on_position(seq)):
+            room = min(most, _draft_room(seq))
+            if room > 0:
                 seqs.append(seq)
                 views.append(DraftView(seq.index, seq.tokens, room))
         if not views:
@@ -489,6 +490,12 @@ class Engine:
                 seq.draft = self._valid(proposal.tokens[: view.max_draft])
 
         self._tell_drafter(ask)
+
+    def _take_proposals(self, proposals: Mapping[int, Proposal], rows: Rows) -> None:
+        """Drafts that a fused drafter made on the device, by row."""
+        for r, proposal in proposals.items():
+            seq = rows.seqs[r]
+            seq.draft = self._valid(proposal.tokens[: max(0, _draft_room(seq))])
 
     def _valid(self, tokens: Iterable[int]) -> list[int]:
         valid: list[int] = []
@@ -618,6 +625,15 @@ def timings_of(seqs: list[Sequence]) -> Timings:
         prefill_tokens_per_s=n_computed / (first - scheduled) if first > scheduled else 0.0,
         decode_tokens_per_s=n_decoded / (ended - first) if first and ended > first else 0.0,
     )
+
+
+def _draft_room(seq: Sequence) -> int:
+    """How many drafts seq may get: none before its end, or where its bans differ from position to position."""
+    if seq.status != "running" or len(seq.tokens) - seq.computed != 1:
+        return 0
+    if seq.extras is not None and seq.extras.depends_on_position(seq):
+        return 0
+    return seq.limit - len(seq.tokens) - 1
 
 
 def _plugin_failure(what: str, error: Exception) -> HeadraceError:

@@ -300,6 +300,28 @@ def test_a_device_that_can_not_be_reopened_refuses_everything() -> None:
         engine.add(request("c", "z", GREEDY))
 
 
+def test_drafts_made_on_the_device_are_verified_too() -> None:
+    """A fused drafter's proposals come with the step's result: right, wrong, and too many of them."""
+    engine = Setup().engine()
+    req = request("r", "hello there", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    wanted = plain(req)
+    collect = engine.executor.collect
+
+    def with_proposals(step):  # type: ignore[no-untyped-def]
+        result = collect(step)
+        done = len(seq.tokens) - seq.n_prompt + len(result.tokens)
+        guess = (*wanted[done : done + 3], 5, *wanted[done + 4 :]) if done % 2 else (10**9,)
+        result.proposals = {0: Proposal(tuple(guess))}
+        return result
+
+    engine.executor.collect = with_proposals  # type: ignore[method-assign]
+    seq = engine.add(req)[0]
+    drain(engine)
+    assert output([seq]) == wanted
+    assert engine.n_accepted > 5
+    assert engine.n_steps < 15
+
+
 class BrokenDrafter:
     max_draft = 3
 
