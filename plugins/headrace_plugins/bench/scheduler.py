@@ -77,7 +77,6 @@ def _measure(n: int, n_steps: int, text: bool) -> tuple[list[float], list[float]
     ours, floor = [], []
     lists: list[list[int]] = [[] for _ in range(n)]
     stops = frozenset((300, 301))
-    gc.collect()
     gc.disable()
     try:
         for step in range(n_steps):
