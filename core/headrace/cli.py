@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _unwritten(error, flags)
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # argparse trips when it is interrupted
+            return EXIT_INTERRUPT
         return _internal(error, flags)
 
 

@@ -201,6 +201,17 @@ def test_an_interrupt(run: Run, act: Act) -> None:
     assert run("act") == (EXIT_INTERRUPT, "", "")
 
 
+def test_an_interrupt_that_trips_what_cleans_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*args: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("save_nargs")
+
+    monkeypatch.setattr("argparse.ArgumentParser.parse_intermixed_args", parse)
+    assert run("run", "toy://", "hi") == (EXIT_INTERRUPT, "", "")
+
+
 def test_log_json_writes_one_object_a_line(run: Run, act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
@@ -239,7 +250,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.wait() == EXIT_OK
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plugins", "list"], ["run", "toy://", "hi"]])
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plugins", "list"], ["run", "toy://", "hi", "--max-tokens", "3"]])
 def test_closed_and_full_streams(argv: list[str]) -> None:
     code = "import sys; from headrace.cli import main; sys.exit(main())"
 
@@ -273,7 +284,7 @@ def test_bytes_that_are_no_text() -> None:
     done = headrace("config", "check", os.fsdecode(b"\xff.toml"), env=environ)
     assert (done.returncode, done.stderr.splitlines()[0]) == (3, "HR-CONFIG-01: no such config file: \\udcff.toml")
     environ["PYTHONIOENCODING"] = "ascii"
-    for command in (["doctor"], ["doctor", "--json"], ["run", "toy://", "hi", "--json"]):
+    for command in (["doctor"], ["doctor", "--json"], ["run", "toy://", "hi", "--json", "--max-tokens", "3"]):
         done = headrace(*command, env=environ)
         assert "HR-INTERNAL" not in done.stderr
         if "--json" in command:
@@ -334,6 +345,24 @@ def test_config_check_and_explain(run: Run, tmp_path: Path) -> None:
     assert "c.toml:3)" in out
     decisions = {each["key"]: each for each in json.loads(run("config", "explain", str(path), "--json")[1])}
     assert decisions["drafter"]["facts"]["option max_draft"] == 3
+
+
+def test_config_check_takes_a_model_but_no_other_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.cfg"
+    path.write_text('model = "toy://"\n')
+    code, _, err = run("config", "check", str(path))
+    assert code == EXIT_USAGE
+    assert f"headrace config check --config {path}" in err
+    assert run("config", "check", "--config", str(path))[0] == EXIT_OK
+    assert run("config", "check", str(tmp_path / "gone"))[0] == EXIT_MODEL
+    assert run("config", "check", "toy://")[0] == EXIT_OK
+
+
+@pytest.mark.parametrize("name", ["", "3", 'x"', "a.b=c", "{}"])
+def test_backend_names_are_never_read_as_toml(run: Run, name: str) -> None:
+    code, _, err = run("config", "check", "toy://", "--backend", name)
+    assert code in (EXIT_CONFIG, EXIT_PLUGIN)
+    assert repr(name) in err
 
 
 def test_config_init(run: Run, tmp_path: Path) -> None:

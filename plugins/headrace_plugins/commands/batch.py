@@ -53,7 +53,7 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
         try:
             with LLM(config, catalog=args.catalog) as llm:
                 batch = _Batch(llm, args, lines, results)
-                llm.run(batch.jobs(), batch.ended, progress=not args.quiet and sys.stderr.isatty())
+                llm.run(batch, batch.ended, progress=not args.quiet and sys.stderr.isatty())
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one kills
             _report(args, results, "stopped; run the same command to go on")
@@ -88,7 +88,11 @@ class _Batch:
     _under_way: list[int] = field(default_factory=list)
     """Line index of each job handed out."""
 
-    def jobs(self) -> Iterator[Job]:
+    def __len__(self) -> int:
+        """Lines to do, for the progress bar."""
+        return sum(bool(line.strip()) for line in self.lines) - len(self.results.done)
+
+    def __iter__(self) -> Iterator[Job]:
         """Jobs of the lines that are not done; lines that can't become one get their error record."""
         for index, line in enumerate(self.lines):
             if not line.strip():

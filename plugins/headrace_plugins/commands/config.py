@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.errors import EXIT_OK, ConfigError, did_you_mean
+from headrace.errors import EXIT_OK, ConfigError, UsageError, did_you_mean
 from headrace_plugins.commands.model_args import add_model_arguments, config_of
 from headrace_plugins.commands.text import as_json, shown, table
 
@@ -44,12 +46,18 @@ def run(args: argparse.Namespace) -> int:
         return _init(args)
     config = config_of(args, args.file)
     if args.verb == "check":
+        if config.path is None and "://" not in config.model and not args.catalog.resolve(config.model).format:
+            raise UsageError(
+                "HR-USAGE-05", f"{config.model} is no model, and a config file has to be named *.toml or come after "
+                "--config", f"headrace config check --config {config.model}",
+            )  # fmt: skip
         if not args.quiet:
             print(f"{config.path or config.model}: no problems")
         return EXIT_OK
     from headrace.pipeline import explain
 
-    decisions = explain(config, args.catalog)
+    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of it
+        decisions = explain(config, args.catalog)
     if args.json:
         print(as_json([asdict(decision) for decision in decisions]))
     else:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UsageError
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def _seed(text: str) -> int | str:
-    return text if text == "random" else int(text)
+    try:
+        return text if text == "random" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is neither a number nor 'random'") from None
 
 
 _SAMPLING: tuple[tuple[str, Any, str, str], ...] = (
@@ -57,7 +63,7 @@ def config_of(args: argparse.Namespace, model: str | None) -> Config:
     path = args.config
     if model is not None and path is None and model.endswith(".toml"):
         path, model = model, None
-    sets = [*args.set, *([f"backend.use={args.backend}"] if args.backend else [])]
+    sets = [*args.set, *([] if args.backend is None else [f"backend.use={json.dumps(args.backend)}"])]
     return load_config(path, model=model, sets=sets, catalog=args.catalog)
 
 
@@ -69,7 +75,9 @@ def nothing_to_load(args: argparse.Namespace, model: str | None) -> bool:
 def load(args: argparse.Namespace, model: str | None) -> LLM:
     from headrace.llm import LLM
 
-    return LLM(config_of(args, model), catalog=args.catalog)
+    config = config_of(args, model)
+    with redirect_stdout(sys.stderr):  # what a backend prints while it loads is no answer
+        return LLM(config, catalog=args.catalog)
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

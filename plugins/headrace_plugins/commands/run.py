@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from headrace_plugins.commands.model_args import (
     params_of,
     usage_error,
 )
+from headrace_plugins.commands.text import dumps
 
 if TYPE_CHECKING:
     from headrace.llm import LLM, Job
@@ -160,7 +160,7 @@ def _print_json(llm: LLM, args: argparse.Namespace, job: Job) -> int:
         output, code = _stopped(handle), EXIT_INTERRUPT
     if output.error is not None:
         raise output.error
-    print(json.dumps(as_json(llm.echoed(output) if args.echo else output), ensure_ascii=False))
+    print(dumps(as_json(llm.echoed(output) if args.echo else output)))
     return code
 
 
