@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from headrace.admission import admit_request
-from headrace.errors import Busy, HeadraceError, RequestError
+from headrace.errors import Busy, ConfigError, HeadraceError, RequestError, did_you_mean
 from headrace.runner import Handle, Runner, wake_loop
 from headrace.types import Completion, Output, Request, SamplingParams, Timings, Usage, field_names
 
@@ -82,13 +82,10 @@ class LLM:
         report: Callable[[str, float], None] | None = None,
         **overrides: Any,
     ) -> None:
-        from headrace.catalog import Catalog
         from headrace.pipeline import build
 
-        config = _config_of(model, backend, overrides)
-        catalog = catalog if catalog is not None else Catalog.load()
-        self.catalog = catalog.without({plugin.name for plugin in catalog.plugins} & {*config.plugins_disable})
-        self.pipeline: Pipeline = build(config, catalog=catalog, report=report)
+        self.pipeline: Pipeline = build(_config_of(model, backend, overrides), catalog=catalog, report=report)
+        self.catalog = self.pipeline.catalog
         try:
             engine = self.pipeline.engine()
         except BaseException:
@@ -216,7 +213,7 @@ class LLM:
             params = SamplingParams()
         elif isinstance(params, Mapping):
             params = params_from(params)
-        return params.resolved(self.pipeline.config.sampling, self.pipeline.sampling_defaults)
+        return params.resolved(self.pipeline.sampling_defaults)
 
     def _jobs(self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None) -> tuple[bool, list[Job]]:
         """(one prompt only, its or their checked jobs)."""
@@ -343,8 +340,6 @@ class LLM:
 
 def params_from(values: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams of a mapping; RequestError for a key that is none of its fields."""
-    from headrace.errors import did_you_mean
-
     known = field_names(SamplingParams)
     for name in values:
         if name not in known:
@@ -377,7 +372,6 @@ def _config_of(
     model: str | os.PathLike[str] | Config, backend: str | Mapping[str, Any] | None, overrides: dict[str, Any]
 ) -> Config:
     from headrace.config import Config, load_config
-    from headrace.errors import ConfigError
 
     if backend is not None:
         overrides["backend"] = {"use": backend} if isinstance(backend, str) else dict(backend)
