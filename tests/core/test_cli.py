@@ -250,7 +250,9 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.wait() == EXIT_OK
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plugins", "list"], ["run", "toy://", "hi", "--max-tokens", "3"]])
+@pytest.mark.parametrize(
+    "argv", [["--version"], ["--help"], ["plugins", "list"], ["run", "toy://", "hi", "--max-tokens", "3"]]
+)
 def test_closed_and_full_streams(argv: list[str]) -> None:
     code = "import sys; from headrace.cli import main; sys.exit(main())"
 
