@@ -111,7 +111,8 @@ class Tokenizer(Contract):
 class Executor(Contract):
     """Runs steps on a device. Owned by the engine thread: every method but `interrupt` is called from there.
 
-    Order: open, (forward, sample, collect)*, close. At most caps.overlap + 1 steps are between forward and collect.
+    Order: open, (forward, sample, collect)*, close. At most caps.overlap + 1 steps are between forward and collect. A
+    step in which something was raised is over: the next call is a forward.
     After `Fatal` the engine calls close and open again.
     """
 

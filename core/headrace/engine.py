@@ -190,8 +190,7 @@ class Engine:
         for pool in (self._compilers, self._masker):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
-        for observer in self.observers:
-            observer.close()
+        self._tell(lambda observer: observer.close())
         self.observers = []
 
     # --- one step --------------------------------------------------------------------------------------------------
@@ -242,7 +241,7 @@ class Engine:
         if self._suspects:
             self._suspects.pop()
         if self.drafter is not None:
-            self._draft(rows)
+            self._tell_drafter(lambda drafter: self._draft(drafter, rows))
         if result.proposals:
             self._take_proposals(result.proposals, rows)
         if self.observers:
@@ -314,6 +313,8 @@ class Engine:
             assert seq.matcher is not None
             try:
                 n = seq.matcher.fill_path(seq.draft[: rows.drafts[r]], bits[used:])
+                if n not in range(1, rows.drafts[r] + 2):
+                    raise ValueError(f"fill_path wrote {n} masks for {rows.drafts[r]} drafts")
             except Exception as error:
                 # the row is sampled without a mask and thrown away: _commit ends the request first
                 seq.error = _plugin_failure("constraint engine", error)
@@ -391,9 +392,14 @@ class Engine:
             return "stop"
         if seq.counts is not None:
             seq.counts[token] = seq.counts.get(token, 0) + 1
-        if seq.stream is not None and seq.stream.push(token):
-            seq.stop_reason = seq.stream.stopped
-            return "stop"
+        if seq.stream is not None:
+            try:
+                if seq.stream.push(token):
+                    seq.stop_reason = seq.stream.stopped
+                    return "stop"
+            except Exception as error:
+                seq.error = _plugin_failure("tokenizer", error)
+                return "error"
         if seq.matcher is not None:
             try:
                 if not seq.matcher.accept(token):
@@ -471,10 +477,9 @@ class Engine:
 
     # --- drafts ----------------------------------------------------------------------------------------------------
 
-    def _draft(self, rows: Rows) -> None:
+    def _draft(self, drafter: Drafter, rows: Rows) -> None:
         """Ask the host drafter for every row that is at its end."""
-        assert self.drafter is not None
-        most = self.drafter.max_draft
+        most = drafter.max_draft
         seqs: list[Sequence] = []
         views: list[DraftView] = []
         for seq in rows.seqs:
@@ -482,14 +487,9 @@ class Engine:
             if room > 0:
                 seqs.append(seq)
                 views.append(DraftView(seq.index, seq.tokens, room))
-        if not views:
-            return
-
-        def ask(drafter: Drafter) -> None:
+        if views:
             for seq, view, proposal in zip(seqs, views, drafter.propose(views), strict=True):
                 seq.draft = self._valid(proposal.tokens[: view.max_draft])
-
-        self._tell_drafter(ask)
 
     def _take_proposals(self, proposals: Mapping[int, Proposal], rows: Rows) -> None:
         """Drafts that a fused drafter made on the device, by row."""
@@ -541,7 +541,8 @@ class Engine:
             return
         if self._suspects:
             self._suspects.pop()
-        named = [rows.seqs[r] for r in error.rows] if isinstance(error, StepFailed) else []
+        blamed = set(error.rows if isinstance(error, StepFailed) else ())
+        named = [seq for r, seq in enumerate(rows.seqs) if r in blamed]
         suspects = [seq for seq in rows.seqs if seq not in named]
         if not named and len(rows.seqs) == 1:
             named, suspects = rows.seqs, []

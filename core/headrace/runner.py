@@ -113,12 +113,18 @@ class Handle:
         if self._kept is not None:
             return self._kept
         assert self._seqs is not None
-        return build_output(self._seqs, self._runner.tokenizer, self.prompt)
+        try:
+            return build_output(self._seqs, self._runner.tokenizer, self.prompt)
+        except Exception as error:
+            if isinstance(error, HeadraceError):
+                raise
+            raise RequestError("HR-STEP-03", f"the tokenizer failed: {error!r}", "report it to its author") from error
 
     def _keep(self) -> None:
         """Build the output while the tokenizer still works; `result()` may be asked for after close."""
         if self.done and self._error is None:
-            self._kept = self._output()
+            with contextlib.suppress(HeadraceError):  # it comes again when somebody asks
+                self._kept = self._output()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self

@@ -138,9 +138,13 @@ class _ToyExecutor(Executor):
         if self.toy.fast:
             current.result = _null_result(current.plan)
             return
-        current.result = sampling.sample_step(current.plan, current.logits, masks)
-        if current.prompt:
-            current.result.prompt_logprobs = sampling.prompt_logprobs(current.plan, current.prompt)
+        try:
+            current.result = sampling.sample_step(current.plan, current.logits, masks)
+            if current.prompt:
+                current.result.prompt_logprobs = sampling.prompt_logprobs(current.plan, current.prompt)
+        except Exception:
+            self._step = None  # the step is over, whatever failed
+            raise
 
     def collect(self, step: Any) -> StepResult:
         current = self._current(step)
