@@ -108,8 +108,9 @@ def _check_support(request: Request, executor: Executor, constraints: Constraint
             raise RequestError("HR-REQUEST-06", f"{name} = {getattr(params, name)!r} can't be honoured here: {why}")
     if not caps.logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise RequestError("HR-REQUEST-06", "this backend returns no log-probabilities", "leave logprobs out")
-    if request.adapter is not None and caps.adapters == "none":
-        raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend loads no adapters")
+    if request.adapter is not None and caps.adapters != "per_row":
+        why = "loads no adapters" if caps.adapters == "none" else "takes one adapter per step, rows are not grouped yet"
+        raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend {why}")
     if request.media:
         raise RequestError("HR-REQUEST-06", "this model takes no images or audio")
     if params.constraint is not None and (constraints is None or not caps.masks):

@@ -292,6 +292,8 @@ class Engine:
         self.table.bias = self.table.banned = self.table.counts = None
         if any(seq.extras is not None or seq.counts is not None for seq in rows.seqs):
             self.table.bias, self.table.banned, self.table.counts = sparse_columns(rows.seqs)
+        if self.executor.caps.adapters == "per_row":
+            plan.adapters = tuple(seq.request.adapter for seq in rows.seqs)
         if any(seq.wants & WANT_PROMPT_LOGPROBS for seq in rows.seqs):
             plan.targets = next_targets(plan, rows.seqs)
 
@@ -333,7 +335,7 @@ class Engine:
         if result.prompt_logprobs is not None:
             self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs)
         tokens, starts = result.tokens.tolist(), result.starts.tolist()
-        lengths, drafts = rows.lengths, rows.drafts
+        lengths, drafts = _processed(result, rows)
         failures = self._failures(result, rows)
         commit, ops, touched = self.kv.commit, self._ops, self._touched
         drafted = accepted = 0
@@ -626,6 +628,14 @@ def timings_of(seqs: list[Sequence]) -> Timings:
         prefill_tokens_per_s=n_computed / (first - scheduled) if first > scheduled else 0.0,
         decode_tokens_per_s=n_decoded / (ended - first) if first and ended > first else 0.0,
     )
+
+
+def _processed(result: StepResult, rows: Rows) -> tuple[list[int], list[int]]:
+    """(tokens fed, drafts among them) per row: as planned, unless the device says that it cut drafts off."""
+    if result.processed is None:
+        return rows.lengths, rows.drafts
+    lengths: list[int] = result.processed.tolist()
+    return lengths, [d - (n - fed) for d, n, fed in zip(rows.drafts, rows.lengths, lengths, strict=True)]
 
 
 def _draft_room(seq: Sequence) -> int:

@@ -135,6 +135,8 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "filtered"] = "raw"
     """raw: the model's own distribution; filtered: what was sampled from, after every transform."""
     prompt_logprobs: int | None = None
+    """Alternatives per prompt token. The request then computes its whole prompt: no prefix hit serves it, since a
+    hit has no logits."""
     constraint: Grammar | None = None
     skip_special_tokens: bool = True
     deadline_s: float | None = None
@@ -566,6 +568,8 @@ class StepResult:
     starts: NDArray[np.int32]
     accepted: NDArray[np.int32]
     """[R] drafts accepted."""
+    processed: NDArray[np.int32] | None = None
+    """[R] tokens that were fed, at most the plan's length: a device may cut drafts off. None = as planned."""
     status: Mapping[int, str] = field(default_factory=dict)
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
@@ -580,6 +584,8 @@ class Proposal:
     tokens: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
     """Per draft, conditional on the earlier ones being accepted; empty = unknown."""
+    distribution: Literal["one_hot", "device"] = "one_hot"
+    """Where the drafts came from: chosen outright, or drawn from a distribution that stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from engine_harness import MODEL, Setup, drain, output, plain, request, run
+from engine_harness import MODEL, Setup, drain, oracle, output, plain, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +97,7 @@ def test_an_overtaken_request_is_served_after_a_bounded_number_of_skips() -> Non
     assert big.skipped <= 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_random_schedules_keep_every_invariant(data: st.DataObject) -> None:
     """scheduler-02: tight pool, random priorities, arrivals and cancellations; survivors get the right tokens."""
@@ -300,6 +302,36 @@ def test_a_device_that_can_not_be_reopened_refuses_everything() -> None:
         engine.add(request("c", "z", GREEDY))
 
 
+def test_a_device_may_cut_drafts_off() -> None:
+    """It verified fewer drafts than the plan had, and says so in `processed`."""
+    req = request("r", "hello there", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    wanted = plain(req)
+    setup = Setup(kv="slots")
+    setup.drafter = oracle({"r": wanted}, [req], p=1.0)
+    engine = setup.engine()
+    executor = engine.executor
+    forward, collect = executor.forward, executor.collect
+    cuts: list[int] = []
+
+    def forward_less(plan):  # type: ignore[no-untyped-def]
+        cut = np.minimum(plan.n_draft, 2)
+        cuts.append(int(cut.sum()))
+        plan.length, plan.n_draft, whole = plan.length - cut, plan.n_draft - cut, plan.tokens
+        plan.tokens = whole[: len(whole) - int(cut.sum())]
+        plan.offset = np.array([0, len(plan.tokens)], np.int32)
+        return forward(plan)
+
+    def collect_less(step):  # type: ignore[no-untyped-def]
+        result = collect(step)
+        result.processed = step.plan.length
+        return result
+
+    executor.forward, executor.collect = forward_less, collect_less  # type: ignore[method-assign]
+    assert output(run(engine, [req])["r"]) == wanted
+    assert max(cuts) == 2
+    assert not engine.n_failed_steps
+
+
 def test_drafts_made_on_the_device_are_verified_too() -> None:
     """A fused drafter's proposals come with the step's result: right, wrong, and too many of them."""
     engine = Setup().engine()
@@ -400,6 +432,19 @@ def test_what_the_executor_can_not_honour_is_refused_when_asked_for(off: dict, o
     engine.add(request("off", "x", SamplingParams(max_tokens=2, **off)))
     with pytest.raises(RequestError, match=r"HR-REQUEST-06: .* can't be honoured here: not here"):
         engine.add(request("on", "x", SamplingParams(max_tokens=2, **on)))
+
+
+def test_adapters_reach_a_device_that_has_one_per_row() -> None:
+    engine = Setup().engine()
+    seen: list[object] = []
+    engine.executor.on_forward = lambda plan: seen.append(plan.adapters)  # type: ignore[attr-defined]
+    for kind in ("none", "per_step"):
+        engine.executor.caps = replace(engine.executor.caps, adapters=kind)
+        with pytest.raises(RequestError, match="adapter 'tuned'"):
+            engine.add(request("r", "x", GREEDY, adapter=("tuned", 0.5)))
+    engine.executor.caps = replace(engine.executor.caps, adapters="per_row")
+    run(engine, [request("plain", "x", GREEDY), request("tuned", "x", GREEDY, adapter=("tuned", 0.5))])
+    assert seen[0] == (None, ("tuned", 0.5))
 
 
 def test_an_id_in_use_is_refused() -> None:
