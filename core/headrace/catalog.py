@@ -358,7 +358,7 @@ def _check_api(info: PluginInfo, module: Any) -> None:
         )
     if isinstance(api, bool) or not isinstance(api, int):
         raise _Broken(f"plugin {info}: headrace_api = {api!r} is not a number", f"write headrace_api = {current}")
-    if api not in (current, current - 1):
+    if not max(1, current - 1) <= api <= current:
         way = "Upgrade it" if api < current else "Upgrade headrace"
         raise _Broken(
             f"plugin {info} speaks hook API {api}; this headrace {__version__} needs {max(current - 1, 1)}-{current}",

@@ -60,7 +60,7 @@ class BackendSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec(Spec):
-    """factory() -> callable with the op's signature (`headrace.ops`)."""
+    """factory() -> callable with the op's signature. Ahead of its consumer: no backend binds kernels yet."""
 
     op: str
     priority: int = 0
