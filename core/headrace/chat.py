@@ -80,10 +80,9 @@ def _from_user(given: str, where: str) -> tuple[str, str]:
     try:
         return read_text(expanded(given)), f"the chat template {given}"
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            "HR-CHAT-05", f"the {where} {given!r:.200} can't be read: {why}", "give a path, or the template's source"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        message = f"the {where} {given!r:.200} can't be read: {why}"
+        raise ConfigError("HR-CHAT-05", message, "give a path, or the template's source") from error
 
 
 class Chat:
@@ -300,6 +299,9 @@ def check_messages(messages: Any, *, empty_ok: bool = False) -> list[Message]:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError("HR-CHAT-04", f"message {i} has no role or no content: {message!r:.80}", _MESSAGE_HELP)
+        content = message["content"]
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise RequestError("HR-CHAT-04", f"message {i} has content that is no text: {content!r:.80}", _MESSAGE_HELP)
     return [dict(message) for message in messages]
 
 

@@ -46,6 +46,8 @@ def results(path: str = "out") -> dict[int, Any]:
     [
         ('{"prompt": "a", "prompt": "b"}', "'prompt' appears twice"),
         ('{"messages": [{"role": "user", "role": "system", "content": "x"}]}', "'role' appears twice"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content that is no text: None"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content that is no text: [{"),
         ('{"prompt": "a", "constraint": 3}', "constraint = 3 is not allowed"),
         ('{"prompt": "a", "constraint": {}}', "constraint: missing"),
         ('{"prompt": "a", "constraint": {"kind": 1, "text": "x"}}', "constraint.kind = 1"),
