@@ -49,6 +49,9 @@ from headrace.types import (
 
 log = logging.getLogger(__name__)
 
+FAULTS = (Exception, SystemExit)
+"""What a plugin's code may raise without ending the engine: sys.exit() in a plugin ends what that plugin does."""
+
 COMPILE_WAIT_S = 0.05
 """How long an otherwise idle step waits for a grammar to compile before it returns to its caller."""
 
@@ -230,7 +233,7 @@ class Engine:
             masked = clock()
             executor.sample(step, masks)
             result = executor.collect(step)
-        except Exception as error:
+        except FAULTS as error:
             if early is not None:
                 wait([early])  # it reads matchers, which are about to be used again
             self._failed(error, rows)
@@ -268,7 +271,7 @@ class Engine:
                 return False
             try:
                 seq.matcher = seq.compiled.result().start()
-            except Exception as failure:
+            except FAULTS as failure:
                 self._doomed(seq, _plugin_failure("constraint engine", failure))
                 return False
             seq.status = "waiting"
@@ -317,7 +320,7 @@ class Engine:
                 n = seq.matcher.fill_path(seq.draft[: rows.drafts[r]], bits[used:])
                 if n not in range(1, rows.drafts[r] + 2):
                     raise ValueError(f"fill_path wrote {n} masks for {rows.drafts[r]} drafts")
-            except Exception as error:
+            except FAULTS as error:
                 # the row is sampled without a mask and thrown away: _commit ends the request first
                 seq.error = _plugin_failure("constraint engine", error)
                 bits[used] = -1
@@ -399,7 +402,7 @@ class Engine:
                 if seq.stream.push(token):
                     seq.stop_reason = seq.stream.stopped
                     return "stop"
-            except Exception as error:
+            except FAULTS as error:
                 seq.error = _plugin_failure("tokenizer", error)
                 return "error"
         if seq.matcher is not None:
@@ -408,7 +411,7 @@ class Engine:
                     raise ValueError(f"token {token} is outside its own mask")
                 if seq.matcher.done():
                     return "stop"
-            except Exception as error:
+            except FAULTS as error:
                 seq.error = _plugin_failure("constraint engine", error)
                 return "error"
         return "length" if len(seq.tokens) >= seq.limit else None
@@ -519,13 +522,14 @@ class Engine:
             return
         try:
             call(self.drafter)
-        except Exception:
-            log.warning("the drafter failed and is switched off for this engine", exc_info=True)
+        except FAULTS as error:
+            log.warning("the drafter failed and is switched off for this engine: %r", error)
+            log.debug("the drafter's traceback", exc_info=True)
             self.drafter = None
 
     # --- failure ---------------------------------------------------------------------------------------------------
 
-    def _failed(self, error: Exception, rows: Rows) -> None:
+    def _failed(self, error: BaseException, rows: Rows) -> None:
         """A step raised. Bring every slot back to its base, then end only who is to blame.
 
         Rows that the executor names end at once. Otherwise the step's rows are suspects: they run again by halves
@@ -571,7 +575,7 @@ class Engine:
         try:
             self.executor.close()
             self.executor.open()
-        except Exception as reopening:
+        except FAULTS as reopening:
             self._dead = DeviceError(
                 "HR-DEVICE-02", f"the executor could not be reopened: {reopening}", "restart the process"
             )
@@ -599,9 +603,10 @@ class Engine:
         for observer in list(self.observers):
             try:
                 call(observer)
-            except Exception:
+            except FAULTS as error:
                 # acceptable: an observer's loss touches no request
-                log.warning("observer %s failed and was removed", type(observer).__name__, exc_info=True)
+                log.warning("observer %s failed and was removed: %r", type(observer).__name__, error)
+                log.debug("the observer's traceback", exc_info=True)
                 self.observers.remove(observer)
 
 
@@ -647,7 +652,7 @@ def _draft_room(seq: Sequence) -> int:
     return seq.limit - len(seq.tokens) - 1
 
 
-def _plugin_failure(what: str, error: Exception) -> HeadraceError:
+def _plugin_failure(what: str, error: BaseException) -> HeadraceError:
     failure = RequestError("HR-STEP-03", f"the {what} failed: {error!r}", "report it to the plugin's author")
     failure.__cause__ = error
     return failure

@@ -267,9 +267,10 @@ def test_a_nan_row_ends_alone(kv: str) -> None:
     assert all(output(found[req.id]) == plain(req) for req in reqs[1:])
 
 
-def test_an_exception_that_is_no_stepfailed_is_contained_too() -> None:
+@pytest.mark.parametrize("bug", [ZeroDivisionError("bug"), SystemExit("bug")])
+def test_an_exception_that_is_no_stepfailed_is_contained_too(bug: BaseException) -> None:
     def fail(plan):  # type: ignore[no-untyped-def]
-        return ZeroDivisionError("bug") if (plan.tokens == ord("!")).any() else None
+        return bug if (plan.tokens == ord("!")).any() else None
 
     engine = Setup(faults={"fail": fail}).engine()
     reqs = [request("bad", "x!", GREEDY), request("good", "hello", GREEDY)]
@@ -361,7 +362,7 @@ class BrokenDrafter:
 
     def propose(self, views: list[DraftView]) -> list[Proposal]:
         if self.proposal is None:
-            raise RuntimeError("drafter bug")
+            raise SystemExit("drafter bug")
         return [Proposal(self.proposal) for _ in views]
 
     def observe(self, index: int, proposed: int, accepted: int) -> None: ...
