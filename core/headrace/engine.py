@@ -12,18 +12,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
 
 from headrace.admission import Extras, admit_request, extras_of
-from headrace.contracts import Compiled, ConstraintEngine, Drafter, Executor, KVSpace, Observer
+from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer
 from headrace.errors import Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
 from headrace.outputs import TextStream
 from headrace.planning import build_plan, next_targets, sparse_columns
-from headrace.sampling import new_table, resolve_seed, set_row
+from headrace.sampling import NAN, new_table, resolve_seed, set_row
 from headrace.scheduler import Rows, Scheduler
 from headrace.types import (
     WANT_LOGPROBS,
@@ -32,7 +33,6 @@ from headrace.types import (
     DraftView,
     EngineOptions,
     FinishReason,
-    Grammar,
     KVOp,
     LogprobRows,
     MaskBatch,
@@ -46,6 +46,7 @@ from headrace.types import (
     Timings,
     Usage,
 )
+from headrace.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ class Engine:
         """Groups of rows of a failed step, searched for the culprit by halves; last one first."""
         self._interrupted = False
         self._dead: HeadraceError | None = None
-        self._compilers: ThreadPoolExecutor | None = None
-        self._masker: ThreadPoolExecutor | None = None
+        self._compilers = Workers(2, "headrace-compile")
+        self._masker = Workers(1, "headrace-mask")
         self._mask_bits = np.zeros((0, -(-executor.model.vocab_size // 32)), np.int32)
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -133,11 +134,14 @@ class Engine:
             if i:
                 seq.leader = seqs[0]
             seqs.append(seq)
-        self._by_id[request.id] = seqs
-        if params.constraint is not None:
-            future = self._compile(params.constraint)
+        if self.constraints is not None and params.constraint is not None:
+            future = self._compilers.submit(partial(self.constraints.compile, params.constraint))
             for seq in seqs:
                 seq.compiled, seq.status = future, "compiling"
+        # from here on nothing fails: an id or a deadline whose sequence is nowhere in line would be found later
+        self._by_id[request.id] = seqs
+        if params.deadline_s is not None:
+            self._timed.update(seqs)
         for seq in seqs:
             self.scheduler.add(seq)
         return seqs
@@ -162,13 +166,6 @@ class Engine:
             seq.stream = TextStream(self.executor.tokenizer, params.stop, skip_special=params.skip_special_tokens)
         if params.deadline_s is not None:
             seq.deadline = seq.request.arrival_s + params.deadline_s
-            self._timed.add(seq)
-
-    def _compile(self, grammar: Grammar) -> Future[Compiled]:
-        assert self.constraints is not None
-        if self._compilers is None:
-            self._compilers = ThreadPoolExecutor(2, thread_name_prefix="headrace-compile")
-        return self._compilers.submit(self.constraints.compile, grammar)
 
     def cancel(self, request_id: str) -> bool:
         """End a request with "abort" at the next step. False if it is unknown or has ended."""
@@ -190,9 +187,8 @@ class Engine:
         for request_id in list(self._by_id):
             self._cancelled.add(request_id)
         self._end_cancelled()
-        for pool in (self._compilers, self._masker):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
+        self._masker.close()
         self._tell(lambda observer: observer.close())
         self.observers = []
 
@@ -225,7 +221,7 @@ class Engine:
             constrained = [r for r, seq in enumerate(rows.seqs) if seq.matcher is not None and plan.sample[r]]
             masks, early = None, None
             if constrained and executor.caps.blocking_forward:
-                early = self._mask_thread().submit(self._fill_masks, constrained, rows)
+                early = self._masker.submit(partial(self._fill_masks, constrained, rows))
             step = executor.forward(plan)
             forwarded = clock()
             if constrained:
@@ -300,11 +296,6 @@ class Engine:
         if any(seq.wants & WANT_PROMPT_LOGPROBS for seq in rows.seqs):
             plan.targets = next_targets(plan, rows.seqs)
 
-    def _mask_thread(self) -> ThreadPoolExecutor:
-        if self._masker is None:
-            self._masker = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
-        return self._masker
-
     def _fill_masks(self, constrained: list[int], rows: Rows) -> MaskBatch:
         """Mask rows for every sampled position of constrained rows. A matcher that raises ends its own request."""
         need = sum(rows.drafts[r] + 1 for r in constrained)
@@ -335,11 +326,12 @@ class Engine:
         """Append what was sampled, move `computed`, end what is complete. Returns drafts (verified, accepted)."""
         if result.logprobs is not None:
             self._take_logprobs(result.logprobs, rows.seqs)
+        status = result.status
         if result.prompt_logprobs is not None:
-            self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs)
+            status = {**self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs), **status}
         tokens, starts = result.tokens.tolist(), result.starts.tolist()
         lengths, drafts = _processed(result, rows)
-        failures = self._failures(result, rows)
+        failures = self._failures(status, rows)
         commit, ops, touched = self.kv.commit, self._ops, self._touched
         drafted = accepted = 0
         for r, seq in enumerate(rows.seqs):
@@ -371,10 +363,10 @@ class Engine:
         self.n_accepted += accepted
         return drafted, accepted
 
-    def _failures(self, result: StepResult, rows: Rows) -> dict[int, Exception]:
+    def _failures(self, status: Mapping[int, str], rows: Rows) -> dict[int, Exception]:
         """Rows that end with an error: what the executor reports of them, or their matcher's exception."""
         failures: dict[int, Exception] = {}
-        for r, why in result.status.items():
+        for r, why in status.items():
             text = f"request {rows.seqs[r].request.id!r} failed: {why}"
             failures[r] = RequestError("HR-STEP-02", text, _STATUS_HELP)
         for r, seq in enumerate(rows.seqs) if self.constraints is not None else ():
@@ -422,16 +414,20 @@ class Engine:
             if have is not None:
                 have.append((ids, values))
 
-    def _take_prompt_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> None:
-        """Entries come once per position; those that a replay brings again are dropped."""
+    def _take_prompt_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> dict[int, str]:
+        """Entries come once per position; those that a replay brings again are dropped. Returns rows that fail."""
+        unsound: dict[int, str] = {}
         for row, position, ids, values in zip(
             found.row.tolist(), found.position.tolist(), found.ids, found.values, strict=True
         ):
             have = seqs[row].prompt_logprobs
-            if have is not None and position == len(have):
+            if values[0] != values[0]:
+                unsound[row] = NAN  # a chunk that samples nothing has no other sign of it
+            elif have is not None and position == len(have):
                 have.append((ids, values))
                 if len(have) == seqs[row].n_prompt:
                     seqs[row].wants &= ~WANT_PROMPT_LOGPROBS
+        return unsound
 
     def _finish(
         self, seq: Sequence, reason: FinishReason, *, error: Exception | None = None, reuse: bool = True

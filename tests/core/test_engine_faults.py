@@ -11,7 +11,7 @@ from headrace.contracts import Drafter, Observer
 from headrace.errors import StepFailed
 from headrace.testing.toy import ToyObserver
 from headrace.testing.toy_parts import _ToyMatcher
-from headrace.types import Grammar, Proposal, SamplingParams, StepStats
+from headrace.types import Grammar, Proposal, SamplingParams, StepPlan, StepStats
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.5, ignore_eos=True)
 GRAMMAR = SamplingParams(max_tokens=10, temperature=0.5, constraint=Grammar("charset", "abcdefg{3,14}"))
@@ -120,3 +120,29 @@ def test_every_observer_is_closed_whatever_another_does() -> None:
     drain(engine)
     engine.close()
     assert other.closed
+
+
+def test_a_nan_in_a_prompt_that_is_only_read_ends_its_request() -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1, ignore_eos=True)
+    good, bad = request("good", "a good long prompt", params), request("bad", "a bad long prompt", params)
+    poisoned = {ord("b")}
+    engine = Setup(chunk=3, faults={"nan": lambda plan, row: bool(poisoned & set(_tokens(plan, row)))}).engine()
+    found = run(engine, [good, bad])
+    assert output(found["good"]) == plain(good)
+    assert found["bad"][0].finish_reason == "error"
+    assert "NaN" in str(found["bad"][0].error)
+
+
+def _tokens(plan: StepPlan, row: int) -> list[int]:
+    return plan.tokens[plan.offset[row] : plan.offset[row + 1]].tolist()
+
+
+def test_a_request_that_can_not_be_queued_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Setup().engine()
+    monkeypatch.setattr(engine._compilers, "submit", boom)
+    timed = SamplingParams(max_tokens=4, constraint=Grammar("charset", "abc{1,4}"), deadline_s=0.0)
+    with pytest.raises(RuntimeError):
+        engine.add(request("a", "first", timed))
+    good = request("a", "first", PARAMS)
+    assert output(run(engine, [good])["a"]) == plain(good)
+    engine.close()

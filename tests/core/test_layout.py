@@ -24,7 +24,7 @@ SOURCE_ROOTS = ("core", "plugins", "backends")
 PLUGIN_PACKAGES = ("headrace_plugins", "headrace_gguf")
 
 # What the core may cost to read, in lines of code. A module that is not named counts as what runs in a step.
-CORE_CODE_LINES = {"step": 2600, "build": 2100, "front doors": 975}
+CORE_CODE_LINES = {"step": 2650, "build": 2100, "front doors": 975}
 CORE_GROUPS = {
     "build": {
         "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "selection",
