@@ -183,7 +183,7 @@ class Catalog:
         PluginError: a package that it needs is missing (with the pip line), its import fails, no such attribute.
         """
         if target == entry.spec.factory and (missing := missing_packages(entry.spec)):
-            raise _needs(entry, missing)
+            raise needs(entry, missing)
         module_name, _, attribute = target.partition(":")
         try:
             value = import_module(module_name)
@@ -194,7 +194,7 @@ class Catalog:
         except ModuleNotFoundError as error:
             missing_name = (error.name or "").partition(".")[0]
             if missing_name and missing_name != module_name.partition(".")[0]:
-                raise _needs(entry, [missing_name]) from error
+                raise needs(entry, [missing_name]) from error
             raise _bad_object(entry, target, error) from error
         except FAULTS as error:
             raise _bad_object(entry, target, error) from error
@@ -455,7 +455,7 @@ def _collect(info: PluginInfo, manager: pluggy.PluginManager) -> tuple[Spec, ...
     return tuple(specs)
 
 
-def _needs(entry: Entry[Any], missing: list[str]) -> PluginError:
+def needs(entry: Entry[Any], missing: list[str]) -> PluginError:
     packages = " and ".join(f"'{name}'" for name in missing)
     return PluginError(
         "HR-PLUGIN-05", f"{entry} needs the package {packages}, which is not installed",

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.catalog import NONE, Catalog, Entry, unknown_plugin
+from headrace.catalog import NONE, Catalog, Entry, missing_packages, needs, unknown_plugin
 from headrace.errors import (
     EXIT_PLUGIN,
     FAULTS,
@@ -287,7 +287,8 @@ def _config(tree: Tree, path: str | None, problems: list[HeadraceError]) -> Conf
         help = f"{near}keys and tables here: {', '.join(sorted(known))}."
         problems.append(ConfigError("HR-CONFIG-03", f"unknown key {at((key,), tree)}", help))
     if "model" not in data:
-        problems.append(ConfigError("HR-CONFIG-05", "no model is named", 'give MODEL, or write model = "..." on top'))
+        where, help = (f" in {path}", f'put model = "..." at the top of {path}') if path else ("", "give MODEL")
+        problems.append(ConfigError("HR-CONFIG-05", f"no model is named{where}", help))
     root = validate(RootTable, {"model": "-"} | {key: data[key] for key in RootTable.model_fields if key in data}, (),
                     tree, "the top of the file", problems)  # fmt: skip
     tables: dict[str, Any] = {}
@@ -398,13 +399,19 @@ def choose(
     So it is for a backend that is yet to be chosen (`use` is None)."""
     if choice.use is None:
         return None
+    n_before = len(problems)
     try:
         entry = catalog.find(kind, choice.use)
+        chosen = check_options(config, choice, entry, catalog, problems)
+        if missing := missing_packages(entry.spec):
+            # the module of its options may have failed for the same reason
+            problems[n_before:] = [each for each in problems[n_before:] if each.code != "HR-PLUGIN-05"]
+            raise needs(entry, missing)
     except PluginError as error:
         said = f"{error.message}, as '{choice.key}.use'" + (f" ({choice.where})" if choice.where else "") + " asks"
         problems.append(PluginError(error.code, said, error.help))
         return None
-    return check_options(config, choice, entry, catalog, problems)
+    return chosen
 
 
 def check_options(

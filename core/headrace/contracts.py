@@ -117,7 +117,8 @@ class Executor(Contract):
     """
 
     caps: Capabilities
-    """Valid after construction, final after open()."""
+    """Valid after construction: hopeful about what only open() can tell, as `config check` refuses by it. Final after
+    open()."""
     model: ModelSpec
     """Valid after open()."""
     tokenizer: Tokenizer

@@ -1,9 +1,9 @@
 """Build a pipeline from a config: named steps, each with one kind of error.
 
-    select (options -> resolve -> probe -> select -> asked) | executor -> open -> check -> parts -> kv
+    select (options -> resolve -> probe -> select -> asked) -> executor | open -> check -> parts -> kv
 
-What stands before the bar loads no weights (`headrace.selection`); `explain` stops there. Hooks are called by the
-catalog only. What comes out is a frozen record of plain bound objects.
+What stands before the bar loads no weights (`headrace.selection`); `explain` stops there, and checks what the executor
+foresees. Hooks are called by the catalog only. What comes out is a frozen record of plain bound objects.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def explain(config: Config, catalog: Catalog | None = None) -> tuple[Decision, .
     selected = select(config, catalog)
     executor = _make_executor(config, selected, None)
     try:
+        _check(config, selected, executor.caps)
         return tuple(decisions(config, selected, executor, selected.fit.facts.get("sampling_defaults", {})))
     finally:
         executor.close()
@@ -159,7 +160,7 @@ def _open(executor: Executor, selected: Selected) -> None:
 
 
 def _check(config: Config, selected: Selected, caps: Capabilities) -> None:
-    """Everything asked for against what the open executor can do: all that is missing, at once."""
+    """Everything asked for against what the executor can do, or foresees to: all that is missing, at once."""
     problems: list[HeadraceError] = []
     name = selected.backend.entry.spec.name
     others = [entry.spec.name for entry in selected.catalog.specs(BackendSpec) if entry.spec.name != name]

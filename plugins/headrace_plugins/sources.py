@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path, PurePosixPath
+from typing import overload
 from urllib.parse import unquote
 
 from headrace.errors import ModelError
@@ -29,6 +30,16 @@ def resolve(uri: str) -> ModelSource | None:
     if scheme == "hf":
         return _local(uri, _hub_path(uri, rest))
     return None
+
+
+def without_download(uri: str) -> str | None:
+    """A URI of the same model that is found without the network; None when that can't be said: the model is not in the
+    cache of the hub, or the scheme is another plugin's. Raises ModelError for an hf:// URI that can't be right."""
+    match = _SCHEME.match(uri)
+    scheme = match[1].lower() if match else ""
+    if match is not None and scheme == "hf":
+        return _hub_path(uri, uri[match.end() :], local_only=True)
+    return uri if scheme in ("", "file", "pkg", "toy") else None
 
 
 def _local(uri: str, path: str) -> ModelSource:
@@ -133,7 +144,12 @@ def _find_package(module: str) -> list[str] | None:
     return [folder for folder in folders if os.path.isdir(folder)] or None
 
 
-def _hub_path(uri: str, rest: str) -> str:
+@overload
+def _hub_path(uri: str, rest: str) -> str: ...
+@overload
+def _hub_path(uri: str, rest: str, *, local_only: bool) -> str | None: ...
+def _hub_path(uri: str, rest: str, *, local_only: bool = False) -> str | None:
+    """The path of a downloaded model; local_only: None when it would have to be downloaded."""
     match = _HF.match(unquote(rest))
     if match is None or ".." in PurePosixPath(match["file"] or "").parts:
         raise ModelError(
@@ -151,9 +167,11 @@ def _hub_path(uri: str, rest: str) -> str:
     command = f"hf download {repo}{' ' + file if file else ''}{at}"
     try:
         if file:
-            return hf_hub_download(repo, file, revision=revision)
-        return snapshot_download(repo, revision=revision)
+            return hf_hub_download(repo, file, revision=revision, local_files_only=local_only)
+        return snapshot_download(repo, revision=revision, local_files_only=local_only)
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if local_only:
+            return None
         raise ModelError(
             "HR-SOURCE-08",
             f"{uri} is not in the local cache and the hub can't be reached",

@@ -43,6 +43,12 @@ def headrace_commands():
 def headrace_backends():
     yield BackendSpec(name="new", formats=("new",), probe="json:loads", factory="json:loads", summary="a new device")
 @hookimpl
+def headrace_drafters():
+    yield DrafterSpec(name="lacking", factory="json:loads", summary="", requires=("no_such",), install="pip install it")
+@hookimpl
+def headrace_stores():
+    yield StoreSpec(name="kept", factory="json:loads", summary="")
+@hookimpl
 def headrace_checks():
     yield CheckSpec(name="mine", factory="fake_command:check", summary="")
 """
@@ -358,6 +364,45 @@ def test_config_check_takes_a_model_but_no_other_file(run: Run, tmp_path: Path) 
     assert run("config", "check", "--config", str(path))[0] == EXIT_OK
     assert run("config", "check", str(tmp_path / "gone"))[0] == EXIT_MODEL
     assert run("config", "check", "toy://")[0] == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "found"),
+    [
+        ('model = "gone.gguf"', EXIT_MODEL, "HR-SOURCE-01: no such file"),
+        ('model = "bad.gguf"', EXIT_MODEL, "bad.gguf"),
+        ('model = "bad.gguf"\n[backend]\nuse = "toy"', EXIT_MODEL, "reads toy; the model is gguf"),
+        ('model = "pkg://no_such_models/m.gguf"', EXIT_MODEL, "HR-SOURCE-05"),
+        ('model = "toy://"\n[drafter]\nuse = "lacking"', EXIT_PLUGIN, "HR-PLUGIN-05: drafter 'lacking'"),
+        ('model = "toy://"\n[drafter]\nuse = "lacking"', EXIT_PLUGIN, "c.toml:3) asks\nhelp: pip install it"),
+        ('model = "toy://"\n[store]\nuse = "kept"', EXIT_CONFIG, "[store] use = 'kept'"),
+        ("[engine]\nmax_sequences = 4", EXIT_CONFIG, 'help: put model = "..." at the top of '),
+    ],
+)
+def test_config_check_and_explain_refuse_what_run_would(
+    run: Run, tmp_path: Path, text: str, code: int, found: str
+) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF and no more")
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    for verb in ("check", "explain"):
+        got, out, err = run("config", verb, str(path))
+        assert (got, out) == (code, "")
+        assert found in err
+    assert found in run("run", str(path), "hi")[2]
+
+
+def test_config_check_downloads_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(*args: Any, local_files_only: bool = False, **kwargs: Any) -> str:
+        assert local_files_only
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    code, out, _ = run("config", "check", "hf://a/b/m.gguf")
+    assert (code, out.count("\n")) == (EXIT_OK, 1)
+    assert "no problems; the model hf://a/b/m.gguf itself was not looked at" in out
 
 
 @pytest.mark.parametrize("name", ["", "3", 'x"', "a.b=c", "{}"])

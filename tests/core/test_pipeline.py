@@ -337,6 +337,11 @@ def test_what_the_executor_lacks_is_an_error(
         build(load_config(None, model="fake://fake", sets=sets), catalog=catalog).close()
 
 
+def test_explain_refuses_what_is_foreseen(catalog: Catalog) -> None:
+    with pytest.raises(ConfigError, match="can't fuse it"):
+        explain(load_config(None, model="fake://fake", sets=["drafter.use=fused"]), catalog)
+
+
 def test_alternatives_are_listed(catalog: Catalog, fake: Fake) -> None:
     fake.caps = {"row_invariant": False, "drafts": False, "fused_drafters": frozenset({"fused"})}
     error = refused(catalog, "determinism=batch-invariant", "drafter.use=oracle")

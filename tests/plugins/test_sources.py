@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import ModelError
 from headrace_plugins import headrace_resolve
-from headrace_plugins.sources import resolve
+from headrace_plugins.sources import resolve, without_download
 
 
 @pytest.fixture
@@ -139,9 +139,11 @@ def hub(monkeypatch, gguf):
 
     class Hub:
         asked: list[tuple] = []  # noqa: RUF012
+        local_only = False
         error: Exception | None = None
 
-    def download(repo, file=None, *, revision=None):
+    def download(repo, file=None, *, revision=None, local_files_only=False):
+        Hub.local_only = local_files_only
         Hub.asked = [*Hub.asked, (repo, file, revision)]
         if Hub.error:
             raise Hub.error
@@ -171,6 +173,18 @@ def test_a_hub_that_is_away_names_the_next_command(hub):
     assert error.help == "when online, run: hf download a/b m.gguf --revision v1"
     hub.error = RuntimeError("404 Client Error")
     assert "can't be downloaded: 404" in error_of("hf://a/b/m.gguf").message
+
+
+def test_what_is_found_without_a_download(hub, gguf):
+    for uri in ("m.gguf", "file:///m.gguf", "pkg://modelpkg/m.gguf", "toy://"):
+        assert without_download(uri) == uri
+    assert without_download("s3://bucket/m.gguf") is None
+    assert without_download("hf://a/b/m.gguf") == str(gguf)
+    assert (hub.local_only, len(hub.asked)) == (True, 1)
+    hub.error = huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+    assert without_download("hf://a/b/m.gguf@v1") is None
+    with pytest.raises(ModelError, match="is not a Hugging Face model"):
+        without_download("hf://owner")
 
 
 @pytest.mark.parametrize("uri", ["hf://", "hf://owner", "hf://a/b/../../x", "hf://a/b/%2e%2e/x", "hf://a b/c/d"])

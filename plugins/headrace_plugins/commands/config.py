@@ -7,33 +7,37 @@ import importlib.resources
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import EXIT_OK, ConfigError, UsageError, did_you_mean
 from headrace_plugins.commands.model_args import add_model_arguments, config_of
 from headrace_plugins.commands.text import as_json, shown, table
+from headrace_plugins.sources import without_download
 
 if TYPE_CHECKING:
+    from headrace.config import Config
     from headrace.pipeline import Decision
 
 DEFAULT_FILE = "headrace.toml"
+CHECK = """
+Report what `headrace run` would refuse before it loads weights: keys and options, missing packages, a missing or
+damaged model, a backend that can't serve it. Downloads nothing: a model that is not on this machine is not looked at.
+"""
 _MODEL_LINE = "model = "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    check = verbs.add_parser(
-        "check", help="report every problem of a file", description="Check a config; loads nothing."
-    )
+    check = verbs.add_parser("check", help="report every problem of a file", description=CHECK)
     explain = verbs.add_parser(
         "explain", help="each choice, and why", description="Explain what a config launches; loads no weights."
     )
     explain.add_argument("--json", action="store_true", help="print JSON")
     for verb in (check, explain):
-        verb.add_argument("file", nargs="?", metavar="FILE", help="a config file, or a model")
-        add_model_arguments(verb)
+        verb.add_argument("file", nargs="?", metavar="FILE", help="a .toml file, or the path or URI of a model")
+        add_model_arguments(verb, "FILE")
     init = verbs.add_parser("init", help="write a first config", description="Write a commented config to start from.")
     init.add_argument("file", nargs="?", default=DEFAULT_FILE, metavar="FILE", help=f"where (default {DEFAULT_FILE})")
     init.add_argument("--model", metavar="MODEL", help="path or URI of the model")
@@ -46,23 +50,37 @@ def run(args: argparse.Namespace) -> int:
         return _init(args)
     config = config_of(args, args.file)
     if args.verb == "check":
-        if config.path is None and "://" not in config.model and not args.catalog.resolve(config.model).format:
-            raise UsageError(
-                "HR-USAGE-05", f"{config.model} is no model, and a config file has to be named *.toml or come after "
-                "--config", f"headrace config check --config {config.model}",
-            )  # fmt: skip
-        if not args.quiet:
-            print(f"{config.path or config.model}: no problems")
-        return EXIT_OK
-    from headrace.pipeline import explain
-
-    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of it
-        decisions = explain(config, args.catalog)
+        return _check(config, args)
+    decisions = _explain(config, args)
     if args.json:
         print(as_json([asdict(decision) for decision in decisions]))
     else:
         print("\n".join(_text(decision) for decision in decisions))
     return EXIT_OK
+
+
+def _check(config: Config, args: argparse.Namespace) -> int:
+    if config.path is None and "://" not in config.model and not args.catalog.resolve(config.model).format:
+        raise UsageError(
+            "HR-USAGE-05", f"{config.model} is no model, and a config file has to be named *.toml or come after "
+            "--config", f"headrace config check --config {config.model}",
+        )  # fmt: skip
+    local = without_download(config.model)
+    if local is not None:
+        _explain(replace(config, model=local), args)
+    if not args.quiet:
+        unseen = (
+            "" if local is not None else f"; the model {config.model} itself was not looked at: that may download it"
+        )
+        print(f"{config.path or config.model}: no problems{unseen}")
+    return EXIT_OK
+
+
+def _explain(config: Config, args: argparse.Namespace) -> tuple[Decision, ...]:
+    from headrace.pipeline import explain
+
+    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the answer
+        return explain(config, args.catalog)
 
 
 def _text(decision: Decision) -> str:

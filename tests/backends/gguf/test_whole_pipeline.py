@@ -54,3 +54,14 @@ def test_the_models_own_sampling_defaults_hold_and_are_shown(
     for key, value in (("temperature", "0.25"), ("top_k", "7")):
         assert (shown[f"sampling.{key}"]["value"], shown[f"sampling.{key}"]["why"]) == (value, "the model's metadata")
     assert shown["sampling.top_p"]["why"] == "Headrace's default"
+
+
+def test_check_refuses_a_promise_that_llama_cpp_can_not_keep(
+    tiny: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(write(tmp_path, tiny()))
+    assert main(["config", "check", str(path)]) == 0
+    path.write_text('determinism = "batch-invariant"\n' + path.read_text())
+    for verb in ("check", "explain"):
+        assert main(["config", verb, str(path)]) == 3
+        assert "determinism = 'batch-invariant'" in capsys.readouterr().err
