@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.errors import EXIT_OK, EXIT_REQUEST
+from headrace.errors import EXIT_MODEL, EXIT_OK, EXIT_REQUEST, ModelError
 
 TOY = "toy://vocab=300,seed=3,context=512"
 GOOD = '{"id": "a", "prompt": "hi"}\n'
@@ -33,6 +33,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         return code, capsys.readouterr().err
 
     return call
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise ModelError("HR-X-01", "it can't be loaded", "")
 
 
 def results(path: str = "out") -> dict[int, Any]:
@@ -131,6 +135,69 @@ def test_a_record_cut_anywhere_is_done_again(run: Run) -> None:
         Path("out").write_bytes(whole[:n])
         assert run()[0] == EXIT_OK
         assert results()[1]["text"] == json.loads(whole)["text"]
+
+
+def test_a_corrected_line_is_tried_again(run: Run) -> None:
+    bad = '{"id": "b", "prompt": ""}\n'
+    assert run(GOOD + bad + '{"id": "c"}\n')[0] == EXIT_REQUEST
+    Path("out").chmod(0o640)
+    first = next(line for line in Path("out").read_text().splitlines() if '"id": "a"' in line)
+    code, err = run(GOOD + bad.replace('""', '"two"') + "\n")
+    assert code == EXIT_OK
+    assert "done: 2 results, 0 failed" in err
+    assert [record["id"] for record in results().values()] == ["a", "b"]
+    assert first in Path("out").read_text().splitlines()
+    assert stat.S_IMODE(Path("out").stat().st_mode) == 0o640
+    assert "nothing left to do" in run(GOOD + bad.replace('""', '"two"'))[1]
+
+
+def test_a_changed_line_with_a_result_is_refused(run: Run) -> None:
+    assert "done: 1 result, 0 failed" in run(GOOD)[1]
+    before = Path("out").read_bytes()
+    code, err = run(GOOD.replace("hi", "ho"))
+    assert code == EXIT_REQUEST
+    assert "line 1 is the result of input line 1 as it read before, or of other options" in err
+    assert "only lines that failed may be changed" in err
+    assert Path("out").read_bytes() == before
+
+
+def test_errors_stay_until_the_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(GOOD + '{"prompt": ""}\n')
+    before = Path("out").read_bytes()
+    monkeypatch.setattr("headrace.llm.LLM.__init__", fail)
+    assert run(GOOD + '{"prompt": "b"}\n')[0] == EXIT_MODEL
+    assert Path("out").read_bytes() == before
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_retry_that_can_not_start_loses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run(GOOD + '{"prompt": ""}\n')
+    before = Path("out").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        code, err = run(GOOD + '{"prompt": "b"}\n')
+    assert (code, "HR-BATCH-04" in err) == (EXIT_REQUEST, True)
+    assert Path("out").read_bytes() == before
+    assert sorted(os.listdir()) == ["in.jsonl", "out"]
+    Path(".out.retry").write_text("left by a kill")
+    assert run(GOOD + '{"prompt": "b"}\n')[0] == EXIT_OK
+    assert sorted(results()) == [1, 2]
+
+
+def test_a_file_that_another_run_replaced_is_not_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+
+    def flock(*args: object) -> None:
+        Path("copy").write_bytes(Path("out").read_bytes())
+        Path("copy").replace("out")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    code, err = run()
+    assert code == EXIT_REQUEST
+    assert "HR-BATCH-05" in err
 
 
 def test_two_runs_at_once(run: Run) -> None:

@@ -225,9 +225,10 @@ def test_bad_lines_have_their_own_error_and_the_rest_goes_on(headrace: Any) -> N
         assert text in found[line]["error"]["message"], found[line]
         assert found[line]["error"]["code"].startswith("HR-")
     assert {line: found[line] for line in good} == good
-    before = Path("out.jsonl").read_bytes()
-    assert headrace(*BATCH)[0] == EXIT_REQUEST
-    assert Path("out.jsonl").read_bytes() == before
+    assert "; the same command tries those again" in err
+    assert headrace(*BATCH)[0] == EXIT_REQUEST  # they are tried again, and fail again
+    assert results() == found
+    assert sorted(os.listdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_batch_goes_on_where_it_was_cut(headrace: Any) -> None:
@@ -252,8 +253,11 @@ def test_batch_goes_on_where_it_was_cut(headrace: Any) -> None:
     [
         (b"my diary, no line end", "line 1 is no result"),
         (b"my diary\n", "line 1 is no result"),
-        (b'{"id": null, "line": 99, "input": "0"}\n', "another line 99"),
-        (b'{"id": null, "line": 1, "input": "0123456789abcdef"}\n', "line 1 is the result of another line 1"),
+        (b'{"id": null, "line": 99, "input": "0"}\n', "the result of input line 99, and there is none"),
+        (
+            b'{"id": null, "line": 1, "input": "0123456789abcdef"}\n',
+            "line 1 is the result of input line 1 as it read before",
+        ),
         (b"5\n", "line 1 is no result"),
     ],
 )

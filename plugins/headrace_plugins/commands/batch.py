@@ -2,11 +2,15 @@
 
 A result line names its input line and a digest of it, of the options and of the model, so that a file of other results
 is noticed. It is written and synced whole; what a kill left of a line is dropped at the next start, and done again.
+
+An error is no result: the next run drops it, from a copy that takes the file's place in one step, and does the line
+again as it reads then. So a line never has two records, and a kill loses none but errors about to be retried.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -47,11 +51,12 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
     salt = json.dumps(options, sort_keys=True)
     digests = [hashlib.sha256(f"{salt}\n{line}".encode("utf-8", "surrogateescape")).hexdigest()[:16] for line in lines]
     with Results(args.out, args.batch, digests) as results:
-        if len(results.done) == len([line for line in lines if line.strip()]):
+        if not results.failed and len(results.done) == len([line for line in lines if line.strip()]):
             _report(args, results, "nothing left to do")
-            return EXIT_REQUEST if results.n_failed else EXIT_OK
+            return EXIT_OK
         try:
             with LLM(config, catalog=args.catalog) as llm:
+                results.drop_failed()
                 batch = _Batch(llm, args, lines, results)
                 llm.run(batch, batch.ended, progress=not args.quiet and sys.stderr.isatty())
         except KeyboardInterrupt:
@@ -59,12 +64,15 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
             _report(args, results, "stopped; run the same command to go on")
             return EXIT_INTERRUPT
         _report(args, results, "done")
-    return EXIT_REQUEST if results.n_failed else EXIT_OK
+    return EXIT_REQUEST if results.failed else EXIT_OK
 
 
 def _report(args: argparse.Namespace, results: Results, what: str) -> None:
     if not args.quiet:
-        print(f"[{what}: {len(results.done)} results, {results.n_failed} failed, in {args.out}]", file=sys.stderr)
+        n, n_failed = len(results.done) + len(results.failed), len(results.failed)
+        retry = "; the same command tries those again" if n_failed and what == "done" else ""
+        counted = f"{n} result{'' if n == 1 else 's'}, {n_failed} failed, in {args.out}"
+        print(f"[{what}: {counted}{retry}]", file=sys.stderr)
 
 
 def _read_lines(path: str) -> list[str]:
@@ -227,7 +235,10 @@ class Results:
         self.digests = digests
         self.done: set[int] = set()
         """Line indices that have a result."""
-        self.n_failed = 0
+        self.failed: set[int] = set()
+        """Line indices whose record is an error."""
+        self._errors: set[int] = set()
+        """Where such records were in the file at the start, counted from 1."""
         self.names: dict[int, Any] = {}
         """Ids of the lines under way."""
         try:
@@ -255,11 +266,14 @@ class Results:
             raise RequestError("HR-BATCH-01", f"--out {self.path} is the batch itself", "name another --out")
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.exists(self.path) and os.path.samestat(status, os.stat(self.path))
         except BlockingIOError:
-            message = f"the results {self.path} are being written by another run"
-            raise RequestError("HR-BATCH-05", message, "wait for it to end, or name another --out") from None
+            ours = False
         except OSError:
-            pass
+            ours = True
+        if not ours:  # or no longer: a run that has just ended put a copy in its place
+            message = f"the results {self.path} are being written by another run"
+            raise RequestError("HR-BATCH-05", message, "wait for it to end, or name another --out")
 
     def _resume(self) -> int:
         """Take what is there; the length of the whole lines."""
@@ -277,22 +291,65 @@ class Results:
     def _take(self, number: int, line: bytes) -> None:
         try:
             record = json.loads(line)
-            index, digest = record["line"] - 1, record["input"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._foreign(f"line {number} is no result ({type(error).__name__})") from error
-        if not isinstance(index, int) or not 0 <= index < len(self.digests) or self.digests[index] != digest:
-            raise self._foreign(f"line {number} is the result of another line {index + 1}, or of other options")
-        if index in self.done:
-            raise self._foreign(f"line {number} is a second result of line {index + 1}")
+            index, digest, error = record["line"] - 1, record["input"], record.get("error")
+        except (ValueError, TypeError, KeyError, RecursionError) as fault:
+            raise self._foreign(f"line {number} is no result ({type(fault).__name__})") from fault
+        if not isinstance(index, int) or index < 0 or not isinstance(digest, str):
+            raise self._foreign(f"line {number} is no result")
+        if index in self.done or index in self.failed:
+            raise self._foreign(f"line {number} is a second result of input line {index + 1}")
+        if isinstance(error, dict) and "code" in error:
+            self.failed.add(index)
+            self._errors.add(number)
+            return
+        if index >= len(self.digests):
+            raise self._foreign(f"line {number} is the result of input line {index + 1}, and there is none")
+        if self.digests[index] != digest:
+            raise self._foreign(
+                f"line {number} is the result of input line {index + 1} as it read before, or of other options",
+                "undo the change (only lines that failed may be changed between runs), ",
+            )
         self.done.add(index)
-        self.n_failed += "error" in record
 
-    def _foreign(self, why: str) -> RequestError:
+    def _foreign(self, why: str, undo: str = "") -> RequestError:
         return RequestError(
             "HR-BATCH-03",
             f"{self.path} does not belong to {self.batch}: {why}",
-            "give another --out, or remove the file to start anew",
+            f"{undo}give another --out, or remove the file to start anew",
         )
+
+    def drop_failed(self) -> None:
+        """Take the errors off the file, so that their lines are done again. It is never seen half done."""
+        if not self.failed:
+            return
+        path = os.path.realpath(self.path)
+        copy = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.retry")
+        try:
+            fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        try:
+            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
+            with contextlib.suppress(OSError):  # as in _claim
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(path, "rb") as old, open(fd, "wb", closefd=False) as new:
+                new.writelines(line for number, line in enumerate(old, 1) if number not in self._errors)
+            os.fsync(fd)
+            os.replace(copy, path)
+        except BaseException as error:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(copy)
+            if isinstance(error, OSError):
+                raise self._unwritten(error) from error
+            raise
+        os.close(self._fd)
+        self._fd, self._n_bytes = fd, os.lseek(fd, 0, os.SEEK_END)
+        self.failed.clear()
+
+    def _unwritten(self, error: OSError) -> RequestError:
+        message = f"the results {self.path} can't be written: {error.strerror}"
+        return RequestError("HR-BATCH-04", message, "run it again to go on")
 
     def add(self, index: int, name: Any, record: dict[str, Any]) -> None:
         """Append a result and wait until it is on the disk."""
@@ -305,12 +362,9 @@ class Results:
             os.fsync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, self._n_bytes)  # no line is better than half of one
-            raise RequestError(
-                "HR-BATCH-04", f"the results {self.path} can't be written: {error.strerror}", "run it again to go on"
-            ) from error
+            raise self._unwritten(error) from error
         self._n_bytes += len(data)
-        self.done.add(index)
-        self.n_failed += "error" in record
+        (self.failed if "error" in record else self.done).add(index)
 
     def __enter__(self) -> Results:
         return self

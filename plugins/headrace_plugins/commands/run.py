@@ -30,8 +30,8 @@ If the model or the config has a chat template, the prompt is a user message (--
 with --raw, it is plain text that the model continues.
 
 --batch reads one JSON object per line: {"id"?, "prompt" | "messages" | "prompt_ids", and sampling parameters}. Each
-result is appended to --out as it comes; run the same command again to go on where it stopped. ^C stops in order, a
-second ^C at once.
+result is appended to --out as it comes; run the same command again to go on where it stopped, and to try the lines that
+failed again, as they are by then. ^C stops in order, a second ^C at once.
 """
 
 
