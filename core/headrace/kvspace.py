@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Root = tuple[object, ...]
 
+MAX_MISFITS = 256
+"""Sequences without room that are remembered at once; they are few, since admission tries few."""
+
 
 def root_of(request: Request) -> Root:
     """What must be equal, besides tokens, for two sequences to share KV."""
@@ -58,6 +61,11 @@ class PagedSpace(KVSpace):
         """Keys of the row's committed full blocks; entry 0 is the root key."""
         self._roots: list[Root] = [()] * self.max_sequences
         self._table = np.full((self.max_sequences, max(1, n)), -1, np.int32)
+        self._gains = 0
+        """Blocks that were indexed, and idle ones that a hit took: each may bring a waiting sequence a block nearer."""
+        self._misfits: dict[Sequence, int] = {}
+        """Sequence that found no room -> the room (as `admit` counts it) below which it need not be tried again. Else
+        every step would hash the long prompts that wait for a full pool."""
 
     # --- admission -------------------------------------------------------------------------------------------------
 
@@ -67,16 +75,25 @@ class PagedSpace(KVSpace):
     def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
         if not self._rows:
             return False
+        n_held = self.max_sequences - len(self._rows)
+        room = len(self._free) + len(self._cached) - n_held + self._gains
+        if room < self._misfits.get(seq, room):
+            return False
         tokens = seq.tokens
         root = root_of(seq.request)
         chain = [sha256(repr(root).encode("utf-8", "surrogatepass")).digest()]
         hits = self._match(tokens, root, chain) if use_prefix and self.prefix_cache else []
         need = -(-len(tokens) // self.block_tokens) - len(hits)
         idle_hits = sum(1 for block in hits if self._ref[block] == 0)
-        n_held = self.max_sequences - len(self._rows)
         # one block of headroom per sequence that already runs, or admission would cause the next preemption
-        if len(self._free) + len(self._cached) - idle_hits < need + n_held:
+        missing = need + n_held - (len(self._free) + len(self._cached) - idle_hits)
+        if missing > 0:
+            if len(self._misfits) >= MAX_MISFITS:
+                self._misfits.clear()
+            self._misfits[seq] = room + missing
             return False
+        self._misfits.pop(seq, None)
+        self._gains += idle_hits
         for block in hits:
             if self._ref[block] == 0:
                 del self._cached[block]
@@ -149,6 +166,7 @@ class PagedSpace(KVSpace):
             key = _chained(chain[i], part)
             block = self._blocks[seq.slot][i]
             if key not in self._index:
+                self._gains += 1
                 self._index[key] = block
                 self._key[block] = key
                 self._proof[block] = (chain[i], part, self._roots[seq.slot])
