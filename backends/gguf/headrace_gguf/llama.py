@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ VERSION = "0.3.36"
 """The llama-cpp-python whose structs and calls this module was written for."""
 MAX_TEXT_BYTES = 1 << 30
 """Lengths are 32 bits in llama.cpp."""
+IDLE_POLL_S = 0.001
+"""How often close() looks whether the last tokenizer call has returned."""
 INSTALL = "pip install 'headrace[gguf]'"
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -156,7 +159,7 @@ class Model:
         callback = c.llama_progress_callback(progress)
         params.progress_callback = callback
         self._users = 0
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()  # a Condition's methods are Python: ^C inside one could leave it locked for good
         with self.library.captured_log() as lines:
             self.handle = c.llama_model_load_from_file(os.fsencode(path), params)
         if stopped:
@@ -172,25 +175,28 @@ class Model:
 
     @contextmanager
     def held(self) -> Iterator[Model]:
-        """Use the model from any thread. Raises ModelError after close()."""
-        with self._idle:
-            if not self.handle:
-                raise ModelError(
-                    "HR-GGUF-22", "the model is closed", "keep the pipeline open while its tokenizer is in use"
-                )
-            self._users += 1
+        """Use the model from any thread. Raises ModelError once close() was called."""
+        counted = False
         try:
+            with self._lock:
+                if not self.handle:
+                    raise ModelError(
+                        "HR-GGUF-22", "the model is closed", "keep the pipeline open while its tokenizer is in use"
+                    )
+                self._users += 1
+                counted = True
             yield self
         finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+            if counted:
+                with self._lock:
+                    self._users -= 1
 
     def close(self) -> None:
-        """Free the weights once no thread uses them. Idempotent."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._users == 0)
+        """Free the weights once no thread uses them; new users are refused meanwhile. Idempotent."""
+        with self._lock:
             handle, self.handle = self.handle, None
+        while handle and self._users:
+            time.sleep(IDLE_POLL_S)
         if handle:
             self.library.c.llama_model_free(handle)
 

@@ -100,3 +100,20 @@ def test_smollm2(smollm2, opened):
     assert tokenizer.eos_ids >= {2}
     assert tokenizer.is_special(1)
     assert not tokenizer.is_special(tokenizer.encode(" the")[0])
+
+
+def test_close_waits_for_users_and_lets_no_new_ones_in(tiny, opened):
+    """Threads that tokenize without a pause must not keep a model open."""
+    executor = opened(tiny())
+    tokenizer, model = executor.tokenizer, executor._library_model
+    closing = threading.Thread(target=executor.close)
+    with model.held():
+        closing.start()
+        for _ in range(5000):
+            if model.handle:
+                closing.join(0.001)
+        with pytest.raises(ModelError, match="HR-GGUF-22"):
+            tokenizer.encode("late")
+        assert closing.is_alive()
+    closing.join(30)
+    assert not closing.is_alive()
