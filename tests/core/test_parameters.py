@@ -96,6 +96,16 @@ def test_bad_words_of_one_token_and_of_several_never_come(word: str) -> None:
     assert word not in run(Setup(drafter=ngram()).engine(), [request("r", PROMPT, params)])["r"][0].stream.text
 
 
+def test_a_bad_word_is_also_the_token_that_joins_the_space_to_it() -> None:
+    encode = Setup().engine().executor.tokenizer.encode
+    (joined,) = encode(" the", add_bos=False)
+    assert len(encode("the", add_bos=False)) == 3
+    base = {**BASE, "ignore_eos": True, "logit_bias": {joined: 100.0}}
+    for word, comes in (("the", False), (" the", False), ("and", True)):
+        seqs = run(Setup().engine(), [request("r", PROMPT, SamplingParams(**base, bad_words=(word,)))])["r"]
+        assert (joined in output(seqs)) == comes, word
+
+
 def test_media_are_refused_by_models_that_take_none() -> None:
     with pytest.raises(RequestError, match="takes no images or audio"):
         Setup().engine().add(request("r", "x", media=("image",)))

@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.errors import EXIT_CONFIG, EXIT_INTERRUPT, EXIT_OK, EXIT_REQUEST, EXIT_USAGE
+from headrace.errors import EXIT_CONFIG, EXIT_INTERRUPT, EXIT_OK, EXIT_PLUGIN, EXIT_REQUEST, EXIT_USAGE
 from headrace.llm import LLM
 
 TOY = "toy://vocab=300,seed=3,context=512,repeat=0.5,eos_rate=0.0"
@@ -96,6 +98,16 @@ def test_json(headrace: Any) -> None:
     assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "cached_tokens": 0, "total_tokens": 21}
 
 
+def test_system_message(headrace: Any) -> None:
+    def asked(system: str) -> str:
+        return completed(f"<|im_start|>system\n{system}<|im_end|>\n" + chat_prompt("hello")) + "\n"
+
+    Path("p.toml").write_text(f'model = "{TOY}"\n[chat]\nsystem = "C"\n')
+    assert headrace("run", "p.toml", "hello", "--max-tokens", "8")[1] == asked("C")
+    assert headrace("run", "p.toml", "hello", "--max-tokens", "8", "--system", "S")[1] == asked("S")
+    assert asked("C") != asked("S")
+
+
 def test_text_options(headrace: Any) -> None:
     _, out, _ = headrace("run", TOY, "hello", "--prefill", "Sure", "--max-tokens", "8")
     assert out == "Sure" + completed(chat_prompt("hello") + "Sure") + "\n"
@@ -121,6 +133,8 @@ def test_text_options(headrace: Any) -> None:
         (["run", TOY, "a", "--temperature", "nan"], EXIT_REQUEST, "temperature = nan is not allowed"),
         (["run", TOY, "x" * 600], EXIT_REQUEST, "tokens, the context holds 512"),
         (["chat"], EXIT_USAGE, "no model was given"),
+        (["run", TOY, "a", "--backend", "toi"], EXIT_PLUGIN, "did you mean 'toy'?"),
+        (["chat", TOY, "--backend", "toi"], EXIT_PLUGIN, "did you mean 'toy'?"),
     ],
 )
 def test_bad_calls(headrace: Any, args: list[str], code: int, text: str) -> None:
@@ -130,12 +144,37 @@ def test_bad_calls(headrace: Any, args: list[str], code: int, text: str) -> None
     assert "Traceback" not in err
 
 
-def start(*args: str) -> subprocess.Popen[bytes]:
+def read_until(fd: int, mark: bytes, seen: bytes = b"", timeout_s: float = 60) -> bytes:
+    """Read a pipe or terminal until the mark comes; what came after it. Fails with what came instead."""
+    deadline = time.monotonic() + timeout_s
+    while mark not in seen:
+        ready, _, _ = select.select([fd], [], [], max(0, deadline - time.monotonic()))
+        assert ready, f"no {mark!r} within {timeout_s} s, only {seen[-2000:]!r}"
+        data = os.read(fd, 4096)
+        assert data, f"it ended without {mark!r}: {seen[-2000:]!r}"
+        seen += data
+    return seen.partition(mark)[2]
+
+
+def test_a_wait_for_output_ends() -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"one two")
+    assert read_until(ours, b"one") == b" two"
+    with pytest.raises(AssertionError, match="no b'four' within 0 s, only b'three'"):
+        read_until(ours, b"four", b"three", timeout_s=0)
+    os.close(theirs)
+    with pytest.raises(AssertionError, match="it ended without b'four'"):
+        read_until(ours, b"four")
+    os.close(ours)
+
+
+def start(*args: str, **environment: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=os.environ | environment,
     )
     assert process.stdin is not None
     return process
@@ -150,6 +189,64 @@ def test_interrupt_ends_in_order() -> None:
     assert process.returncode == EXIT_INTERRUPT
     assert b"abort]" in err
     assert b"Traceback" not in err
+
+
+STUCK = """
+import sys, threading
+from headrace.hooks import BackendSpec, hookimpl
+from headrace.types import Fit, ModelSource
+headrace_api = 1
+
+@hookimpl
+def headrace_resolve(uri):
+    return ModelSource(uri=uri, path="", format="stuck") if uri == "stuck://" else None
+
+@hookimpl
+def headrace_backends():
+    yield BackendSpec(name="stuck", formats=("stuck",), probe="stuck:probe", factory="stuck:make", summary="")
+
+def probe(machine, source):
+    return Fit(1, "")
+
+def make(source, options, context):
+    from headrace.testing.toy import ToyModel, ToyPaged
+
+    class Stuck(ToyPaged):
+        def forward(self, plan):
+            if self.n_forward == 40:
+                print("stuck", file=sys.stderr, flush=True)
+                threading.Event().wait()
+            return super().forward(plan)
+
+        def interrupt(self):
+            print("interrupted", file=sys.stderr, flush=True)
+
+    return Stuck(ToyModel(vocab=300, eos_rate=0.0))
+"""
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    """Also when a device hangs, so that the first one can't end in order."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    info = tmp_path / "stuck-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stuck\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[headrace]\nstuck = stuck\n")
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    process = start("run", "stuck://", "hello", "--raw", PYTHONPATH=path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        read_until(process.stderr.fileno(), b"stuck\n")
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        read_until(process.stderr.fileno(), b"interrupted\n")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # --- batch -----------------------------------------------------------------------------------------------------------
@@ -324,6 +421,14 @@ def test_chat_keeps_history_and_system(headrace: Any) -> None:
     assert out == "".join(text if text.endswith("\n") else text + "\n" for text in (first, second))
 
 
+def test_chat_forgets_what_lies_further_back(headrace: Any) -> None:
+    Path("t.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}")
+    options = ("--template", "t.jinja", "--max-tokens", "3", "--max-turns", "1")
+    _, out, _ = headrace("chat", TOY, *options, stdin="a\nb\n")
+    answers = [completed(prompt, max_tokens=3) for prompt in ("ua|", "ub|")]
+    assert out == "".join(text if text.endswith("\n") else text + "\n" for text in answers)
+
+
 def test_chat_reports_a_failed_turn(headrace: Any) -> None:
     code, out, err = headrace("chat", TOY, "--max-tokens", "8", stdin="x" * 600 + "\nhello\n")
     assert code == EXIT_REQUEST
@@ -353,27 +458,23 @@ def test_chat_on_a_terminal() -> None:
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
-    seen = b""
-
-    def read_until(mark: bytes) -> None:
-        nonlocal seen
-        while mark not in seen:
-            seen += os.read(ours, 4096)
-        seen = seen.partition(mark)[2]
-
-    read_until(b"> ")
-    os.write(ours, b"hello\n")
-    read_until(b"tok/s")
-    os.write(ours, b"\x03")
-    read_until(b"stopped; this turn is forgotten")
-    read_until(b"> ")
-    os.write(ours, b"/help\n")
-    read_until(b"forget the conversation")
-    read_until(b"> ")
-    for _ in range(30):  # readline may lose one that comes just before it waits
+    try:
+        seen = read_until(ours, b"> ")
+        os.write(ours, b"hello\n")
+        seen = read_until(ours, b"tok/s", seen)
         os.write(ours, b"\x03")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
-            break
-    assert process.returncode == EXIT_INTERRUPT
-    os.close(ours)
+        seen = read_until(ours, b"stopped; this turn is forgotten", seen)
+        seen = read_until(ours, b"> ", seen)
+        os.write(ours, b"/help\n")
+        seen = read_until(ours, b"forget the conversation", seen)
+        read_until(ours, b"> ", seen)
+        for _ in range(30):  # readline may lose one that comes just before it waits
+            os.write(ours, b"\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+                break
+        assert process.returncode == EXIT_INTERRUPT
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
