@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 from headrace.admission import admit_request
 from headrace.errors import Busy, ConfigError, HeadraceError, RequestError, did_you_mean
@@ -213,14 +213,16 @@ class LLM:
             params = SamplingParams()
         elif isinstance(params, Mapping):
             params = params_from(params)
+        elif not isinstance(params, SamplingParams):
+            raise _wrong_kind("params", params, "SamplingParams or a dict, or a list of these for a list of prompts")
         return params.resolved(self.pipeline.sampling_defaults)
 
     def _jobs(self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None) -> tuple[bool, list[Job]]:
         """(one prompt only, its or their checked jobs)."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], (str, Seq)))
+        single = _is_one(prompts)
         several: Seq[Any] = [prompts] if single else prompts
-        if params is None or isinstance(params, (SamplingParams, Mapping)):
-            resolved = [self.resolve(params)] * len(several)
+        if not _is_list(params):
+            resolved = [self.resolve(params)] * len(several)  # type: ignore[arg-type]
         elif len(params) != len(several):
             raise RequestError(
                 "HR-REQUEST-11",
@@ -245,6 +247,8 @@ class LLM:
         if isinstance(prompt, str):
             text = prompt
             ids = encode_text(self.tokenizer, prompt) if prompt else []
+        elif not _is_list(prompt):
+            raise _wrong_kind("a prompt", prompt, "text or a list of token ids")
         else:
             ids = [_plain_int(token) for token in prompt]
         engine = self._runner.engine
@@ -390,9 +394,24 @@ def _config_of(
 
 
 def _one(prompt: Prompt) -> Prompt:
-    if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (str, Seq)):
+    if not _is_one(prompt):
         raise RequestError("HR-REQUEST-13", "a stream takes one prompt, not a list", "use generate() for several")
     return prompt
+
+
+def _is_one(prompts: Any) -> bool:
+    """One prompt, right or wrong, rather than a list of prompts."""
+    return not _is_list(prompts) or (len(prompts) > 0 and not isinstance(prompts[0], str) and not _is_list(prompts[0]))
+
+
+def _is_list(value: Any) -> TypeGuard[Seq[Any]]:
+    """A list, a tuple, an array of numpy, ...: what is counted and indexed from 0, and isn't text or bytes."""
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "shape", None) != ()
+    return listed and not isinstance(value, (str, bytes, bytearray, Mapping))
+
+
+def _wrong_kind(what: str, given: Any, wanted: str) -> RequestError:
+    return RequestError("HR-REQUEST-15", f"{what} can't be {given!r:.60} ({type(given).__name__})", f"give {wanted}")
 
 
 def _plain_int(token: Any) -> Any:

@@ -49,6 +49,45 @@ def test_one_prompt_gives_one_output(llm: LLM) -> None:
         assert same.prompt is None
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "text"),
+    [
+        (5, None, "a prompt can't be 5 (int)"),
+        (None, None, "a prompt can't be None (NoneType)"),
+        (b"hello", None, "a prompt can't be b'hello' (bytes)"),
+        ({"role": "user"}, None, "a prompt can't be {'role': 'user'} (dict)"),
+        (np.array(5), None, "(ndarray)"),
+        (["a", 5], None, "prompt 1: a prompt can't be 5 (int)"),
+        ([5, "a"], None, "prompt_ids[1] = 'a' is outside the vocabulary"),
+        ("a", 5, "params can't be 5 (int)"),
+        ("a", "b", "params can't be 'b' (str)"),
+        (["a", "b"], [SHORT, 5], "params can't be 5 (int)"),
+        (["a", "b"], [SHORT], "2 prompts, but 1 params"),
+    ],
+)
+def test_wrong_kinds_are_named(llm: LLM, prompts: Any, params: Any, text: str) -> None:
+    calls: list[Any] = [llm.generate, lambda *args: asyncio.run(llm.agenerate(*args))]
+    if not isinstance(prompts, list):
+        calls.append(llm.stream)
+    for call in calls:
+        with pytest.raises(RequestError) as raised:
+            call(prompts, params)
+        assert text in raised.value.message
+        assert raised.value.help
+
+
+def test_a_stream_takes_one_prompt(llm: LLM) -> None:
+    for prompts in ([], ["a"], ["a", "b"], np.array([[1, 2], [3, 4]])):
+        with pytest.raises(RequestError, match="a stream takes one prompt"):
+            llm.stream(prompts)  # type: ignore[arg-type]
+
+
+def test_rows_of_an_array_are_prompts(llm: LLM) -> None:
+    rows = np.array([list(b"one"), list(b"two")], np.int32)
+    found = [output.token_ids for output in llm.generate(rows, SHORT)]  # type: ignore[call-overload]
+    assert found == [llm.generate(text, SHORT).token_ids for text in ("one", "two")]
+
+
 def test_list_keeps_order_beyond_the_queue(llm: LLM) -> None:
     prompts: list[Any] = [f"prompt {i}" if i % 3 else list(f"prompt {i}".encode()) for i in range(40)]
     params = [SamplingParams(max_tokens=1 + 7 * i % 5) for i in range(40)]
