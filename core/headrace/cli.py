@@ -10,6 +10,7 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -36,17 +37,24 @@ if TYPE_CHECKING:
     from headrace.hooks import CommandSpec
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_OPTION = re.compile(r"(?:^|\s)(--?[^\s=]+)")
 LEVELS = ("debug", "info", "warning", "error")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are UsageErrors, with did-you-mean for choices."""
+    """An argument parser whose errors are UsageErrors, with did-you-mean for choices and options."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
 
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        return super().add_subparsers(**{"parser_class": _Verb, **kwargs})
+
     def error(self, message: str) -> NoReturn:
         near = ""
+        if unknown := _OPTION.search(message.partition("unrecognized arguments:")[2]):
+            options = [*self._option_string_actions, *global_parser()._option_string_actions]
+            near = did_you_mean(unknown[1], options)
         for action in self._actions:
             choices = list(map(str, action.choices or ()))
             wrong = message.partition("invalid choice: '")[2].partition("'")[0]
@@ -54,6 +62,16 @@ class Parser(argparse.ArgumentParser):
                 near = near or did_you_mean(wrong, choices)
         usage = " ".join(self.format_usage().split())
         raise UsageError("HR-USAGE-01", f"{self.prog}: {message}", f"{near}{usage}")
+
+
+class _Verb(Parser):
+    """The parser of a word like `check` in `config check`: it answers for its own arguments, with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -160,6 +160,35 @@ def test_errors_and_exit_codes(run: Run, argv: list[str], code: int, text: str) 
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("line", "near", "usage"),
+    [
+        ("run toy:// hi --max-token 5", "--max-tokens", "headrace run "),
+        ("run --max-token=5 toy:// hi", "--max-tokens", "headrace run "),
+        ("chat toy:// --max-turn 3", "--max-turns", "headrace chat "),
+        ("config explain toy:// --jsn", "--json", "headrace config explain "),
+        ("config check toy:// --bakend toy", "--backend", "headrace config check "),
+        ("act --log-lvl debug", "--log-level", "headrace act "),
+        ("config check a.toml b.toml", "", "headrace config check "),
+        ("plugins list --zzz", "", "headrace plugins list "),
+    ],
+)
+def test_unknown_options_name_the_one_that_was_meant(run: Run, line: str, near: str, usage: str) -> None:
+    code, out, err = run(*line.split())
+    message, help = err.splitlines()
+    assert (code, out) == (EXIT_USAGE, "")
+    assert message.startswith(f"HR-USAGE-01: {usage.strip()}: unrecognized arguments: ")
+    assert help.startswith(f"help: did you mean '{near}'? usage: {usage}" if near else f"help: usage: {usage}")
+
+
+def test_the_argument_of_config_explain_has_one_name(run: Run) -> None:
+    for verb in ("check", "explain"):
+        out = run("config", verb, "--help")[1]
+        assert "[FILE]" in out
+        assert "a config file whose name does not end in .toml" in out
+        assert "MODEL_OR_CONFIG" not in out
+
+
 def test_an_unknown_command_mentions_broken_and_disabled_plugins(run: Run) -> None:
     assert "plugin 'shattered' (headrace-shattered 1.2) is broken" in run("serve")[2]
     assert "plugin 'acting' (headrace-acting 1.2) is disabled" in run("act", "--no-plugin", "acting")[2]

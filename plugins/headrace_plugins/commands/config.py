@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--json", action="store_true", help="print JSON")
     for verb in (check, explain):
         verb.add_argument("file", nargs="?", metavar="FILE", help="a .toml file, or the path or URI of a model")
-        add_model_arguments(verb, "FILE")
+        add_model_arguments(verb, "a config file whose name does not end in .toml")
     init = verbs.add_parser("init", help="write a first config", description="Write a commented config to start from.")
     init.add_argument("file", nargs="?", default=DEFAULT_FILE, metavar="FILE", help=f"where (default {DEFAULT_FILE})")
     init.add_argument("--model", metavar="MODEL", help="path or URI of the model")

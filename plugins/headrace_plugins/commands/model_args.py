@@ -34,9 +34,11 @@ _SAMPLING: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, name: str = "MODEL_OR_CONFIG") -> None:
-    """--config, --set and --backend; the positional model is the command's own, which calls it `name`."""
-    parser.add_argument("--config", metavar="FILE", help=f"pipeline file; {name} may then be left out")
+def add_model_arguments(
+    parser: argparse.ArgumentParser, config: str = "pipeline file; MODEL_OR_CONFIG may then be left out"
+) -> None:
+    """--config (with its help), --set and --backend; the positional model is the command's own."""
+    parser.add_argument("--config", metavar="FILE", help=config)
     parser.add_argument(
         "--set",
         action="append",
