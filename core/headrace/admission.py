@@ -69,7 +69,7 @@ def admit_request(request: Request, executor: Executor, kv: KVSpace, constraints
     """Check a request against model, KV and executor; the total token count at which it ends. Raises RequestError."""
     params, model, n_prompt = request.params, executor.model, len(request.prompt_ids)
     if not n_prompt:
-        raise RequestError("HR-REQUEST-02", "the prompt is empty", "give at least one token (BOS counts)")
+        raise RequestError("HR-REQUEST-02", "the prompt is empty", "give some text, or at least one token id")
     _check_ids("prompt_ids", request.prompt_ids, model.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), model.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,13 @@ def resolve(uri: str) -> ModelSource | None:
     return None
 
 
+def after_model(text: str) -> str:
+    """What to write when text was given as a model and reads like a prompt: words, and no name of a file. Else ""."""
+    if not re.search(r"\S\s+\S", text) or _SCHEME.match(text) or re.search(r"^[/~.]|[/\\]|\.[A-Za-z]\w*$", text):
+        return ""
+    return f"the prompt comes after the model: headrace run MODEL {json.dumps(text, ensure_ascii=False)}"
+
+
 def without_download(uri: str) -> str | None:
     """A URI of the same model that is found without the network; None when that can't be said: the model is not in the
     cache of the hub, or the scheme is another plugin's. Raises ModelError for an hf:// URI that can't be right."""
@@ -48,9 +56,8 @@ def _local(uri: str, path: str) -> ModelSource:
     expanded = os.path.abspath(os.path.expanduser(path))
     if not os.path.exists(expanded):
         hint = f"is 'hf://{path}' meant? " if re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w.-]+)?", path) else ""
-        raise ModelError(
-            "HR-SOURCE-01", f"no such file or folder: {expanded}", f"{hint}check the path of model = {uri!r}"
-        )
+        help = f"{hint}check the path of model = {uri!r}"
+        raise ModelError("HR-SOURCE-01", f"no such file or folder: {expanded}", after_model(uri) or help)
     return ModelSource(uri=uri, path=expanded, format=format_of(expanded))
 
 

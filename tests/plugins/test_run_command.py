@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.errors import EXIT_CONFIG, EXIT_INTERRUPT, EXIT_OK, EXIT_PLUGIN, EXIT_REQUEST, EXIT_USAGE
+from headrace.errors import EXIT_CONFIG, EXIT_INTERRUPT, EXIT_MODEL, EXIT_OK, EXIT_PLUGIN, EXIT_REQUEST, EXIT_USAGE
 from headrace.llm import LLM
 
 TOY = "toy://vocab=300,seed=3,context=512,repeat=0.5,eos_rate=0.0"
@@ -128,7 +128,19 @@ def test_text_options(headrace: Any) -> None:
         (["run", TOY, "a", "--out", "x"], EXIT_USAGE, "--batch and --out belong together"),
         (["run", TOY, "a", "--raw", "--system", "s"], EXIT_USAGE, "--system and --prefill need a chat template"),
         (["run", TOY, "a", "--top-k", "x"], EXIT_USAGE, "--top-k"),
-        (["run", TOY, ""], EXIT_REQUEST, "HR-REQUEST-02"),
+        (
+            ["run", TOY, ""],
+            EXIT_REQUEST,
+            "HR-REQUEST-02: the prompt is empty\nhelp: write some text: headrace run MODEL",
+        ),
+        (["run", TOY], EXIT_REQUEST, "HR-REQUEST-02: the prompt is empty: nothing came from stdin\nhelp: write some"),
+        (["run", TOY, "-", "--raw"], EXIT_REQUEST, "nothing came from stdin"),
+        (["run", TOY, " "], EXIT_REQUEST, "HR-REQUEST-02: the prompt is empty: only blanks\nhelp: write some text"),
+        (
+            ["run", "What is a river?"],
+            EXIT_MODEL,
+            'help: the prompt comes after the model: headrace run MODEL "What is',
+        ),
         (["run", TOY, "a", "--top-p", "2"], EXIT_REQUEST, "top_p = 2.0 is not allowed"),
         (["run", TOY, "a", "--temperature", "nan"], EXIT_REQUEST, "temperature = nan is not allowed"),
         (["run", TOY, "x" * 600], EXIT_REQUEST, "tokens, the context holds 512"),
@@ -142,6 +154,17 @@ def test_bad_calls(headrace: Any, args: list[str], code: int, text: str) -> None
     assert (found, out) == (code, "")
     assert text in err
     assert "Traceback" not in err
+
+
+def test_a_lone_word_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for word, help in (("What is a river?", "the prompt comes after the model: "), (TOY, "give one, pipe one in")):
+        assert main(["run", word]) == EXIT_USAGE
+        assert f"HR-USAGE-04: no prompt was given\nhelp: {help}" in capsys.readouterr().err
 
 
 def read_until(fd: int, mark: bytes, seen: bytes = b"", timeout_s: float = 60) -> bytes:

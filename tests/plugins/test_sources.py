@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 
@@ -173,6 +174,16 @@ def test_a_hub_that_is_away_names_the_next_command(hub):
     assert error.help == "when online, run: hf download a/b m.gguf --revision v1"
     hub.error = RuntimeError("404 Client Error")
     assert "can't be downloaded: 404" in error_of("hf://a/b/m.gguf").message
+
+
+@pytest.mark.parametrize("text", ["What is a river?", "Say hi.", 'Say "hi" 3.5 times', "one two"])
+def test_a_prompt_in_place_of_a_model(text):
+    assert error_of(text).help == f"the prompt comes after the model: headrace run MODEL {json.dumps(text)}"
+
+
+@pytest.mark.parametrize("text", ["river", "some model.gguf", "my models/x", "./my model", "~/my model", " m"])
+def test_what_reads_like_a_path_is_no_prompt(text):
+    assert "prompt" not in error_of(text).help
 
 
 def test_what_is_found_without_a_download(hub, gguf):

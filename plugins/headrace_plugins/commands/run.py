@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import EXIT_INTERRUPT, EXIT_OK
+from headrace.errors import EXIT_INTERRUPT, EXIT_OK, RequestError
 from headrace_plugins.commands.model_args import (
     add_model_arguments,
     add_sampling_arguments,
@@ -18,6 +18,7 @@ from headrace_plugins.commands.model_args import (
     usage_error,
 )
 from headrace_plugins.commands.text import dumps
+from headrace_plugins.sources import after_model
 
 if TYPE_CHECKING:
     from headrace.llm import LLM, Job
@@ -69,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
         prompt = prompt[:-1] if prompt.endswith("\n") else prompt
+        if not prompt and not after_model(model or ""):  # else that the model isn't one says more
+            raise _no_prompt(": nothing came from stdin")
+    elif not prompt:
+        raise _no_prompt()
     params = params_of(args, n=args.n, logprobs=args.logprobs)
     with load(args, model) as llm:
         job = make_job(llm, args, params, prompt=prompt)
@@ -88,7 +93,8 @@ def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
     if len(words) > n_prompts:
         raise usage_error(f"one word too many: {words[-1]!r}", "put quotes around the prompt")
     if not words and n_prompts and sys.stdin.isatty():
-        raise usage_error("no prompt was given", "give one, pipe one in, or use `headrace chat` to talk")
+        help = "give one, pipe one in, or use `headrace chat` to talk"
+        raise usage_error("no prompt was given", after_model(model or "") or help)
     return model, words[0] if words else None
 
 
@@ -114,7 +120,8 @@ def make_job(
         return llm.request(prompt, params)
     if messages is None:
         if not prompt.strip():
-            return llm.request("", params)  # refused as an empty prompt
+            message = "the prompt is empty" + (": only blanks" if prompt else "")
+            raise RequestError("HR-REQUEST-02", message, "write some text (with --raw, blanks are taken as they are)")
         system = args.system if args.system is not None else llm.pipeline.config.chat.get("system")
         first = [] if system is None else [{"role": "system", "content": system}]
         messages = [*first, {"role": "user", "content": prompt}]
@@ -122,6 +129,11 @@ def make_job(
         args.chat_format = chat_format(llm)
     text, ids = args.chat_format.prompt(messages, args.prefill)
     return llm.request(ids, params, text)
+
+
+def _no_prompt(why: str = "") -> RequestError:
+    help = 'write some text: headrace run MODEL "What is a river?", or pipe it in: echo "Hi" | headrace run MODEL'
+    return RequestError("HR-REQUEST-02", f"the prompt is empty{why}", help)
 
 
 def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
