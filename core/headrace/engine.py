@@ -94,7 +94,8 @@ class Engine:
         kv.reset(self._ops)  # an earlier engine may have used this executor
         self._by_id: dict[str, list[Sequence]] = {}
         self._numbers = count()
-        self._cancelled: set[str] = set()
+        self._ending: dict[str, FinishReason] = {}
+        """Requests that end at the start of the next step, when nobody iterates over their sequences, and why."""
         self._timed: set[Sequence] = set()
         """Unfinished sequences with a deadline."""
         self._touched: list[Sequence] = []
@@ -171,7 +172,7 @@ class Engine:
         """End a request with "abort" at the next step. False if it is unknown or has ended."""
         if request_id not in self._by_id:
             return False
-        self._cancelled.add(request_id)
+        self._ending.setdefault(request_id, "abort")
         return True
 
     def interrupt(self) -> None:
@@ -185,8 +186,8 @@ class Engine:
     def close(self) -> None:
         """End everything with "abort" and stop helper threads. The executor stays open: its owner closes it."""
         for request_id in list(self._by_id):
-            self._cancelled.add(request_id)
-        self._end_cancelled()
+            self._ending.setdefault(request_id, "abort")
+        self._end_some()
         self._compilers.close()
         self._masker.close()
         self._tell(lambda observer: observer.close())
@@ -197,8 +198,8 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Run one step; the sequences that got tokens or ended in it. Never raises for a request's sake."""
         started = self.clock()
-        if self._cancelled or self._timed:
-            self._end_cancelled()
+        if self._ending or self._timed:
+            self._end_some()
         only = self._suspects[-1] if self._suspects else None
         rows = self.scheduler.schedule(self._ops, self._ready, self._admitted, only)
         if rows.seqs:
@@ -263,22 +264,24 @@ class Engine:
             if error is not None:
                 if not isinstance(error, HeadraceError):
                     error = RequestError("HR-CONSTRAINT-02", f"the constraint engine failed: {error!r}")
-                self._doomed(seq, error)
+                self._fail_request(seq, error)
                 return False
             try:
                 seq.matcher = seq.compiled.result().start()
+                if seq.matcher.done():  # the grammar allows nothing but the empty text
+                    self._ending.setdefault(seq.request.id, "stop")
+                    return False
             except FAULTS as failure:
-                self._doomed(seq, _plugin_failure("constraint engine", failure))
+                self._fail_request(seq, _plugin_failure("constraint engine", failure))
                 return False
             seq.status = "waiting"
         leader = seq.leader
         return leader is None or leader.finish_reason is not None or len(leader.tokens) > leader.n_prompt
 
-    def _doomed(self, seq: Sequence, error: Exception) -> None:
-        """End a sequence from inside scheduling: at the start of the next step, when nobody iterates over it."""
+    def _fail_request(self, seq: Sequence, error: Exception) -> None:
         for sample in self._by_id[seq.request.id]:
             sample.error = error
-        self._cancelled.add(seq.request.id)
+        self._ending[seq.request.id] = "error"
 
     def _admitted(self, seq: Sequence) -> None:
         set_row(self.table, seq.index, seq.params, seq.sample_index)
@@ -448,19 +451,20 @@ class Engine:
         seqs = self._by_id[seq.request.id]
         if all(other.finish_reason is not None for other in seqs):
             del self._by_id[seq.request.id]
-            self._cancelled.discard(seq.request.id)
+            self._ending.pop(seq.request.id, None)
         if self.observers:
             stats = RequestStats(
                 request_id=seq.request.id, finish_reason=reason, usage=usage_of([seq]), timings=timings_of([seq])
             )
             self._tell(lambda observer: observer.on_finish(stats))
 
-    def _end_cancelled(self) -> None:
-        for request_id in list(self._cancelled):
+    def _end_some(self) -> None:
+        """End what was cancelled, could not start or is past its deadline."""
+        for request_id, reason in list(self._ending.items()):
             for seq in self._by_id.get(request_id, ()):
                 if seq.finish_reason is None:
-                    self._finish(seq, "error" if seq.error is not None else "abort")
-        self._cancelled.clear()
+                    self._finish(seq, reason)
+        self._ending.clear()
         if self._timed:
             now = self.clock()
             for seq in [seq for seq in self._timed if now >= seq.deadline]:
@@ -471,7 +475,7 @@ class Engine:
         pending = [seq.compiled for seq in self.scheduler.waiting if seq.status == "compiling"]
         if pending:
             wait(pending, timeout=COMPILE_WAIT_S, return_when="FIRST_COMPLETED")
-        elif not self.scheduler.running and not self._cancelled:
+        elif not self.scheduler.running and not self._ending:
             head = self.scheduler.waiting[0]
             error = RequestError("HR-STEP-04", f"request {head.request.id!r} can't be scheduled: no room in the KV")
             self._finish(head, "error", error=error)

@@ -11,6 +11,7 @@ from engine_harness import MODEL, Setup, drain, oracle, output, plain, request, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.contracts import Compiled, Matcher
 from headrace.engine import Engine
 from headrace.errors import Busy, Fatal, RequestError, StepFailed
 from headrace.testing.toy import ToyModel, ToyObserver
@@ -462,6 +463,33 @@ def test_a_grammar_that_does_not_compile_ends_its_request() -> None:
     assert found["bad"][0].finish_reason == "error"
     assert "HR-CONSTRAINT" in str(found["bad"][0].error)
     assert output(found["good"]) == plain(good)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_grammar_of_the_empty_text_stops_at_once(n: int) -> None:
+    class Done(Matcher):
+        def fill(self, bits) -> None:  # type: ignore[no-untyped-def]
+            raise AssertionError("a matcher that is done was asked for a mask")
+
+        def accept(self, token: int) -> bool:
+            return False
+
+        def rollback(self, n: int) -> None: ...
+
+        def done(self) -> bool:
+            return True
+
+    class Empty(Compiled):
+        def start(self) -> Matcher:
+            return Done()
+
+    engine = Setup().engine()
+    engine.constraints.compile = lambda grammar: Empty()  # type: ignore[union-attr, method-assign, assignment]
+    params = SamplingParams(constraint=Grammar("regex", ""), n=n)
+    found = run(engine, [request("empty", "x", params), request("good", "y", GREEDY)])
+    assert [seq.finish_reason for seq in found["empty"]] == ["stop"] * n
+    assert [output([seq]) for seq in found["empty"]] == [[]] * n
+    assert output(found["good"]) == plain(request("good", "y", GREEDY))
 
 
 def test_stop_conditions() -> None:
