@@ -218,9 +218,9 @@ class Engine:
         self.n_steps += 1
         executor, clock = self.executor, self.clock
         scheduled = clock()
+        constrained = [r for r, seq in enumerate(rows.seqs) if seq.matcher is not None and plan.sample[r]]
+        masks, early = None, None
         try:
-            constrained = [r for r, seq in enumerate(rows.seqs) if seq.matcher is not None and plan.sample[r]]
-            masks, early = None, None
             if constrained and executor.caps.blocking_forward:
                 early = self._masker.submit(partial(self._fill_masks, constrained, rows))
             step = executor.forward(plan)
