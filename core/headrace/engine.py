@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.admission import Extras, admit_request, extras_of
 from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer
-from headrace.errors import Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
+from headrace.errors import FAULTS, Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
 from headrace.outputs import TextStream
 from headrace.planning import build_plan, next_targets, sparse_columns
 from headrace.sampling import NAN, new_table, resolve_seed, set_row
@@ -49,9 +49,6 @@ from headrace.types import (
 from headrace.workers import Workers
 
 log = logging.getLogger(__name__)
-
-FAULTS = (Exception, SystemExit)
-"""What a plugin's code may raise without ending the engine: sys.exit() in a plugin ends what that plugin does."""
 
 COMPILE_WAIT_S = 0.05
 """How long an otherwise idle step waits for a grammar to compile before it returns to its caller."""
