@@ -50,7 +50,7 @@ def select(config: Config, catalog: Catalog | None) -> Selected:
     source = catalog.resolve(config.model)
     asked = config.backend or Choice(path=("backend",), use=None)
     answers = _probe(catalog, machine, source, asked)
-    entry, fit, rejected = _best(answers, source, asked)
+    entry, fit, rejected = _best(catalog, answers, source, asked)
     backend: Chosen[Any] | None = chosen.get("backend") or check_options(config, asked, entry, catalog, problems)
     raise_problems(problems)
     assert backend is not None
@@ -102,19 +102,14 @@ def _ask(catalog: Catalog, entry: Entry[BackendSpec], machine: MachineInfo, sour
 
 
 def _best(
-    answers: Answers, source: ModelSource, asked: Choice
+    catalog: Catalog, answers: Answers, source: ModelSource, asked: Choice
 ) -> tuple[Entry[BackendSpec], Fit, tuple[tuple[str, str], ...]]:
     """The backend of the highest score (ties: by name), and why the others lost. ModelError when none fits."""
     fits = [(entry, answer) for entry, answer in answers if isinstance(answer, Fit)]
     if not fits:
         raise _no_backend(answers, source, asked)
     best, fit = min(fits, key=lambda each: (-each[1].score, each[0].spec.name))
-    twins = [entry for entry, _ in fits if entry.spec.name == best.spec.name]
-    if twins[1:]:
-        raise PluginError(
-            "HR-PLUGIN-04", f"backend '{best.spec.name}' is offered by more than one plugin: "
-            + " and ".join(str(entry.plugin) for entry in twins), f"disable one: --no-plugin {twins[-1].plugin.name}",
-        )  # fmt: skip
+    catalog.find(BackendSpec, best.spec.name)  # refuses a name that two plugins offer
     rejected = tuple(
         (
             entry.spec.name,
