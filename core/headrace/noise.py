@@ -48,10 +48,14 @@ KIND_DRAFT = 1
 KIND_RESIDUAL = 2
 
 ROUNDS = 10
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-_WEYLS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = np.array([[_M0], [_M1]], np.uint64)
+_WEYLS = np.array([[_W0], [_W1]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+FEW = 12
+"""Tokens up to which `few_bits` is quicker than `noise_bits`."""
 _CHUNK = 8192
 """Counters per pass: the buffers (384 KiB) stay in a level-2 cache and are used again, since fresh pages cost more than
 the arithmetic."""
@@ -123,22 +127,16 @@ def noise_bits(
 
 def few_bits(seed: int, position: int, sample_index: int, kind: int, token_ids: list[int]) -> list[int]:
     """What `noise_bits` gives, in plain Python: the quicker way for up to `FEW` tokens, as most nuclei are."""
-    bits, keys = [], _few_keys(seed)
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(ROUNDS)]
+    bits = []
     for token in token_ids:
         c0, c1, c2, c3 = token >> 2, position, sample_index, kind
         for k0, k1 in keys:
-            p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+            p0, p1 = c0 * _M0, c2 * _M1
             c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
         bits.append((c0, c1, c2, c3)[token & 3])
     return bits
-
-
-FEW = 12
-
-
-def _few_keys(seed: int) -> list[tuple[int, int]]:
-    low, high = seed & 0xFFFFFFFF, seed >> 32
-    return [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(ROUNDS)]
 
 
 def noise_row(seed: int, position: int, sample_index: int, kind: int, n_tokens: int) -> NDArray[np.uint32]:
