@@ -59,22 +59,26 @@ class RootTable(Options):
     batch-invariant: it does so whatever else runs beside it; an error on backends that can't."""
 
 
+_ENGINE = EngineOptions()
+"""Where the defaults of [engine] are."""
+
+
 class EngineTable(Options):
     """How requests are scheduled."""
 
-    max_sequences: int = Field(64, ge=1, le=65536)
+    max_sequences: int = Field(_ENGINE.max_sequences, ge=1, le=65536)
     """Most sequences that run at once; a backend with fewer slots runs fewer."""
-    max_batch_tokens: int = Field(2048, ge=1)
+    max_batch_tokens: int = Field(_ENGINE.max_batch_tokens, ge=1)
     """Most tokens that one step computes."""
-    prefill_chunk_tokens: int = Field(512, ge=1)
+    prefill_chunk_tokens: int = Field(_ENGINE.prefill_chunk_tokens, ge=1)
     """Most prompt tokens of one sequence in a step, so that long prompts don't stall the others."""
-    max_waiting: int = Field(1024, ge=1)
+    max_waiting: int = Field(_ENGINE.max_waiting, ge=1)
     """Most sequences that wait; more requests are refused as busy."""
-    prefix_cache: bool = True
+    prefix_cache: bool = _ENGINE.prefix_cache
     """Reuse the KV of equal prompt beginnings."""
-    block_tokens: int = Field(16, ge=1, le=4096)
+    block_tokens: int = Field(_ENGINE.block_tokens, ge=1, le=4096)
     """Tokens per KV block, on backends with paged KV."""
-    aging_skips: int = Field(64, ge=0)
+    aging_skips: int = Field(_ENGINE.aging_skips, ge=0)
     """How often later requests may overtake a waiting one that does not fit yet."""
 
     @model_validator(mode="after")
@@ -260,6 +264,11 @@ def load_config(
             choose(config, choice, kind, catalog, problems)
     raise_problems(problems)
     return config
+
+
+def file_or_model(name: str) -> tuple[str | None, str | None]:
+    """(path, model) for `load_config` of a name that may be either: a pipeline file ends in ".toml"."""
+    return (name, None) if name.endswith(".toml") else (None, name)
 
 
 def raise_problems(problems: Sequence[HeadraceError]) -> None:

@@ -375,7 +375,7 @@ def prefixed(output: Output, text: str, ids: tuple[int, ...] = ()) -> Output:
 def _config_of(
     model: str | os.PathLike[str] | Config, backend: str | Mapping[str, Any] | None, overrides: dict[str, Any]
 ) -> Config:
-    from headrace.config import Config, load_config
+    from headrace.config import Config, file_or_model, load_config
 
     if backend is not None:
         overrides["backend"] = {"use": backend} if isinstance(backend, str) else dict(backend)
@@ -387,10 +387,8 @@ def _config_of(
                 "put these into the config, or pass a path",
             )
         return model
-    path = os.fspath(model)
-    if path.endswith(".toml"):
-        return load_config(path, overrides=overrides)
-    return load_config(None, model=path, overrides=overrides)
+    path, uri = file_or_model(os.fspath(model))
+    return load_config(path, model=uri, overrides=overrides)
 
 
 def _one(prompt: Prompt) -> Prompt:

@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
             results = scheduler.run(_positive("--steps", args.steps))
         show("scheduler", results, (), args.json, print)
         return 0
-    from headrace.config import load_config
+    from headrace.config import file_or_model, load_config
     from headrace_plugins.bench import engine
 
     counts = tuple(_positive("--requests", part) for part in args.requests.split(","))
     threads = _positive("--threads", args.threads)
-    is_config = args.model.endswith(".toml")
+    path, model = file_or_model(args.model)
     sets = [f"backend.threads={threads}", f"backend.slots={max(counts)}", 'backend.use="gguf"']
-    config = load_config(args.model if is_config else None, model=None if is_config else args.model, sets=sets)
+    config = load_config(path, model=model, sets=sets)
     with pinned(threads):
         results = engine.run(
             config, args.catalog, counts, _positive("--tokens", args.tokens), _positive("--rounds", args.rounds)

@@ -60,11 +60,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace, model: str | None) -> Config:
     """The config that the arguments describe. model: a URI, or a pipeline file; None: --config, or $HEADRACE_CONFIG."""
-    from headrace.config import load_config
+    from headrace.config import file_or_model, load_config
 
     path = args.config
-    if model is not None and path is None and model.endswith(".toml"):
-        path, model = model, None
+    if model is not None and path is None:
+        path, model = file_or_model(model)
     sets = [*args.set, *([] if args.backend is None else [f"backend.use={json.dumps(args.backend)}"])]
     return load_config(path, model=model, sets=sets, catalog=args.catalog)
 
