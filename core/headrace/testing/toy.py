@@ -8,6 +8,7 @@ ever summed: results are bit-equal for any batching, chunking and machine. Start
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -166,15 +167,15 @@ class _ToyExecutor(Executor):
 
     # -- where cells lie
 
-    def _clear(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _clear(self) -> None: ...
 
-    def _apply(self, op: KVOp) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _apply(self, op: KVOp) -> None: ...
 
+    @abstractmethod
     def _place(self, plan: StepPlan, row: int, end: int) -> NDArray[np.int64]:
         """Flat cell numbers of positions [0, end) of a row: [end] int64. Raises KVCorrupt."""
-        raise NotImplementedError
 
     def _wrote(self, plan: StepPlan, row: int, end: int) -> None:
         """Positions up to `end` of a row were written."""
