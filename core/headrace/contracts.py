@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from headrace.ops import BoundOp
     from headrace.types import (
         Capabilities,
         DeviceInfo,
@@ -62,7 +63,7 @@ def _check_class(cls: type, contract: type) -> None:
             )
         wanted = getattr(contract, name)
         if inspect.isroutine(wanted):
-            problem = _signature_problem(inspect.signature(wanted), inspect.signature(value))
+            problem = signature_problem(inspect.signature(wanted), inspect.signature(value))
             if problem:
                 raise TypeError(
                     f"{cls.__module__}.{cls.__qualname__}.{name}{inspect.signature(value)} does not match "
@@ -70,7 +71,7 @@ def _check_class(cls: type, contract: type) -> None:
                 )
 
 
-def _signature_problem(wanted: inspect.Signature, got: inspect.Signature) -> str:
+def signature_problem(wanted: inspect.Signature, got: inspect.Signature) -> str:
     """Why a call written for `wanted` would fail on `got`; empty when it works."""
     params = list(got.parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in params) and any(p.kind is p.VAR_KEYWORD for p in params):
@@ -160,6 +161,10 @@ class Executor(Contract):
     def describe(self) -> Mapping[str, str]:
         """Facts for `config explain`: threads, KV type, kernels, ..."""
         return {}
+
+    def bound(self) -> Seq[BoundOp]:
+        """Which kernel serves which op, for `config explain`; valid after construction."""
+        return ()
 
 
 class KVSpace(Contract):

@@ -60,19 +60,24 @@ class BackendSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec(Spec):
-    """factory() -> callable with the op's signature. Ahead of its consumer: no backend binds kernels yet."""
+    """factory(context: headrace.ops.KernelContext) -> callable with the signature of the op."""
 
     op: str
+    """Name in `headrace.ops.OPS`."""
     priority: int = 0
+    """The highest one that serves the context wins; ties by name. The reference kernels have 0."""
     exact: bool = False
+    """A row's bits don't depend on the rows beside it, nor on their number."""
     when: str | None = None
+    """"module:predicate": predicate(context) says why the kernel can't serve it, "" = it can. None: always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec(Spec):
-    """factory(config, ops) -> model, for torch-family backends."""
+    """factory -> a `headrace.modeling.Model` class: factory(config, ops, context: ModelContext)."""
 
     architectures: tuple[str, ...]
+    """As config.json names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

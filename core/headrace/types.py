@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.contracts import Matcher
+    from headrace.ops import Candidate
 
 DEFAULT_SEED = 20261017
 """Seed of a request that sets none: output repeats by default, between processes too. `seed="random"` opts out."""
@@ -277,6 +278,10 @@ class Request:
     """Anything else that changes the KV of equal tokens; part of the prefix key."""
     want_text: bool = True
     """False: token ids only; no detokeniser runs unless stop strings need one."""
+    prefill_chunk_tokens: int | None = None
+    """Most prompt tokens in one step; None: the engine's own."""
+    want_logits: bool = False
+    """Keep the logits of every prompt position (see `LLM.logits`)."""
 
 
 class Sequence:
@@ -399,7 +404,14 @@ class Save:
     ticket: int
 
 
-KVOp = Trim | Fork | Free | CopyBlock | Snapshot | Restore | Load | Save
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A sequence starts in this slot: its ring states hold nothing. Restore may follow."""
+
+    slot: int
+
+
+KVOp = Trim | Fork | Free | CopyBlock | Snapshot | Restore | Load | Save | Begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +432,14 @@ class KVLayout:
     block_tokens: int = 16
     n_slots: int = 0
     slot_tokens: int = 0
+    n_snapshots: int = 0
+    """paged, with rings: how many copies of a sequence's rings the executor can keep (Snapshot, Restore)."""
+    replay_tokens: int = 0
+    """paged, with rings and no snapshots: tokens before a prefix hit that run again to rebuild the rings."""
+    rerun_tokens: int = 0
+    """paged: the last n tokens of a prompt always run, a hit ends before them."""
+    slack_tokens: int = 0
+    """paged, with rings: a snapshot is whole up to this many tokens after the boundary that it is for."""
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
@@ -428,6 +448,7 @@ WANT_TOKEN = 1
 WANT_LOGPROBS = 2
 WANT_PROMPT_LOGPROBS = 4
 WANT_LOGITS = 8
+WANT_PROMPT_LOGITS = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -521,6 +542,10 @@ class StepPlan:
     """[R] data-parallel rank; None = all 0."""
     targets: NDArray[np.int32] | None = None
     """[T] next token of each position (-1 unknown); present when a row wants PROMPT_LOGPROBS."""
+    history: NDArray[np.int32] | None = None
+    """[R, h] tokens at positions start - 1 .. start - h, -1 before the start; present when caps.history_tokens = h."""
+    n_prompt: NDArray[np.int32] | None = None
+    """[R] prompt tokens of the row's request; present when layout.rerun_tokens is set."""
     adapters: tuple[tuple[str, float] | None, ...] | None = None
     embeds: tuple[tuple[int, int, int], ...] = ()
     """(row, offset, handle) of media embeddings."""
@@ -623,6 +648,12 @@ class Capabilities:
     adapters: Literal["none", "per_step", "per_row"] = "none"
     export_kv: bool = False
     graph_sizes: tuple[int, ...] = ()
+    prompt_logits: bool = False
+    """Rows may ask for the logits of every position (WANT_PROMPT_LOGITS)."""
+    history_tokens: int = 0
+    """Tokens before each row's start that plans must carry."""
+    approximations: tuple[str, ...] = ()
+    """What makes the same request differ between runs (a prefix hit that is rebuilt approximately): a sentence each."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """SamplingParams field -> why this executor can't honour it (then a request that sets it is refused)."""
 
@@ -650,6 +681,10 @@ class BuildContext:
     determinism: Literal["off", "seeded", "batch-invariant"] = "off"
     report: Callable[[str, float], None] = lambda phase, fraction: None
     """Progress of a load: phase name and 0..1."""
+    kernels: Callable[[str], Seq[Candidate]] = lambda device: ()
+    """Every kernel that plugins offer for a device kind, for `headrace.ops.bind`."""
+    architecture: Callable[[str], Any] | None = None
+    """The factory of a model architecture, by the name in config.json; ModelError for one that no plugin knows."""
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
