@@ -1,0 +1,1 @@
+"""Backend `reference`: any model of the op table, with PyTorch on the CPU."""

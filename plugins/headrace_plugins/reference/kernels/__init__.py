@@ -1,0 +1,1 @@
+"""Kernels in plain PyTorch, one for each op contract."""
