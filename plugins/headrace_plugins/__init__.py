@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.hooks import BackendSpec, CommandSpec, DialectSpec, DrafterSpec, hookimpl
+from headrace.hooks import ArchSpec, BackendSpec, CommandSpec, DialectSpec, DrafterSpec, hookimpl
 from headrace.types import ModelSource
 
 headrace_api = 1
@@ -23,6 +23,30 @@ def headrace_backends() -> Iterable[BackendSpec]:
         options="headrace.testing.toy_options:ToyOptions",
         summary="a model of hashes, for tests and examples: toy://vocab=512,seed=0",
         verified="any CPU",
+    )
+    yield BackendSpec(
+        name="reference",
+        formats=("safetensors",),
+        factory="headrace_plugins.reference.backend:open_executor",
+        probe="headrace_plugins.reference.backend:probe",
+        options="headrace_plugins.reference.options:ReferenceOptions",
+        summary="models on plain PyTorch ops, on the CPU",
+        requires=("torch", "safetensors", "tokenizers"),
+        install="pip install 'headrace[torch]'",
+        verified="any CPU",
+        baseline="headrace_plugins.reference.baseline:StraightLoop",
+    )
+
+
+@hookimpl
+def headrace_models() -> Iterable[ArchSpec]:
+    yield ArchSpec(
+        name="dense",
+        architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        factory="headrace_plugins.models.dense:Dense",
+        summary="dense decoders of the Llama family",
+        requires=("torch",),
+        install="pip install 'headrace[torch]'",
     )
 
 

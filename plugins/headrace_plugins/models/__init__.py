@@ -1,0 +1,1 @@
+"""Model architectures for torch-family backends (`headrace.modeling`)."""
