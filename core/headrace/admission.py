@@ -87,6 +87,9 @@ def admit_request(request: Request, executor: Executor, kv: KVSpace, constraints
             f"{n_prompt} prompt tokens + max_tokens {wanted} = {n_prompt + wanted} exceed the context of {context}",
             f"max_tokens may be at most {context - n_prompt} here; leave it out to use all of the context",
         )
+    chunk = request.prefill_chunk_tokens
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise RequestError("HR-REQUEST-16", f"prefill_chunk_tokens = {chunk!r} can't be", "give 1 or more, or None")
     _check_support(request, executor, constraints)
     return context if params.max_tokens is None else n_prompt + wanted
 
@@ -108,6 +111,9 @@ def _check_support(request: Request, executor: Executor, constraints: Constraint
             raise RequestError("HR-REQUEST-06", f"{name} = {getattr(params, name)!r} can't be honoured here: {why}")
     if not caps.logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise RequestError("HR-REQUEST-06", "this backend returns no log-probabilities", "leave logprobs out")
+    if request.want_logits and not caps.prompt_logits:
+        why = "this backend returns no logits of prompts"
+        raise RequestError("HR-REQUEST-06", why, "the capability is caps.prompt_logits; the reference backend has it")
     if request.adapter is not None and caps.adapters != "per_row":
         why = "loads no adapters" if caps.adapters == "none" else "takes one adapter per step, rows are not grouped yet"
         raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend {why}")

@@ -24,17 +24,19 @@ from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Obs
 from headrace.errors import FAULTS, Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
 from headrace.outputs import TextStream
 from headrace.planning import build_plan, next_targets, sparse_columns
-from headrace.sampling import NAN, new_table, resolve_seed, set_row
+from headrace.reports import PromptLogits, take_logprobs, take_prompt_logits, take_prompt_logprobs
+from headrace.sampling import new_table, resolve_seed, set_row
 from headrace.scheduler import Rows, Scheduler
 from headrace.types import (
+    WANT_ALL_POSITIONS,
     WANT_LOGPROBS,
+    WANT_PROMPT_LOGITS,
     WANT_PROMPT_LOGPROBS,
     WANT_TOKEN,
     DraftView,
     EngineOptions,
     FinishReason,
     KVOp,
-    LogprobRows,
     MaskBatch,
     Proposal,
     Request,
@@ -160,6 +162,9 @@ class Engine:
         if params.prompt_logprobs is not None and seq.sample_index == 0:
             seq.wants |= WANT_PROMPT_LOGPROBS
             seq.prompt_logprobs = [None]
+        if seq.request.want_logits and seq.sample_index == 0:
+            seq.wants |= WANT_PROMPT_LOGITS
+            seq.prompt_logits = PromptLogits(seq.n_prompt, model.vocab_size)
         if seq.request.want_text or params.stop:
             seq.stream = TextStream(self.executor.tokenizer, params.stop, skip_special=params.skip_special_tokens)
         if params.deadline_s is not None:
@@ -287,13 +292,13 @@ class Engine:
             seq.cached = seq.computed
 
     def _add_rare_columns(self, plan: StepPlan, rows: Rows) -> None:
-        """Columns that most steps don't have: sparse sampling rows and prompt-logprob targets."""
+        """Columns that most steps don't have: sparse sampling rows, and the targets of rows that want all positions."""
         self.table.bias = self.table.banned = self.table.counts = None
         if any(seq.extras is not None or seq.counts is not None for seq in rows.seqs):
             self.table.bias, self.table.banned, self.table.counts = sparse_columns(rows.seqs)
         if self.executor.caps.adapters == "per_row":
             plan.adapters = tuple(seq.request.adapter for seq in rows.seqs)
-        if any(seq.wants & WANT_PROMPT_LOGPROBS for seq in rows.seqs):
+        if any(seq.wants & WANT_ALL_POSITIONS for seq in rows.seqs):
             plan.targets = next_targets(plan, rows.seqs)
 
     def _fill_masks(self, constrained: list[int], rows: Rows) -> MaskBatch:
@@ -325,10 +330,12 @@ class Engine:
     def _commit(self, result: StepResult, plan: StepPlan, rows: Rows) -> tuple[int, int]:
         """Append what was sampled, move `computed`, end what is complete. Returns drafts (verified, accepted)."""
         if result.logprobs is not None:
-            self._take_logprobs(result.logprobs, rows.seqs)
+            take_logprobs(result.logprobs, rows.seqs)
         status = result.status
         if result.prompt_logprobs is not None:
-            status = {**self._take_prompt_logprobs(result.prompt_logprobs, rows.seqs), **status}
+            status = {**take_prompt_logprobs(result.prompt_logprobs, rows.seqs), **status}
+        if "prompt_logits" in result.arrays:
+            status = {**take_prompt_logits(*result.arrays["prompt_logits"], plan, rows.seqs), **status}
         tokens, starts = result.tokens.tolist(), result.starts.tolist()
         lengths, drafts = _processed(result, rows)
         failures = self._failures(status, rows)
@@ -407,27 +414,6 @@ class Engine:
                 seq.error = _plugin_failure("constraint engine", error)
                 return "error"
         return "length" if len(seq.tokens) >= seq.limit else None
-
-    def _take_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> None:
-        for row, ids, values in zip(found.row.tolist(), found.ids, found.values, strict=True):
-            have = seqs[row].logprobs
-            if have is not None:
-                have.append((ids, values))
-
-    def _take_prompt_logprobs(self, found: LogprobRows, seqs: list[Sequence]) -> dict[int, str]:
-        """Entries come once per position; those that a replay brings again are dropped. Returns rows that fail."""
-        unsound: dict[int, str] = {}
-        for row, position, ids, values in zip(
-            found.row.tolist(), found.position.tolist(), found.ids, found.values, strict=True
-        ):
-            have = seqs[row].prompt_logprobs
-            if values[0] != values[0]:
-                unsound[row] = NAN  # a chunk that samples nothing has no other sign of it
-            elif have is not None and position == len(have):
-                have.append((ids, values))
-                if len(have) == seqs[row].n_prompt:
-                    seqs[row].wants &= ~WANT_PROMPT_LOGPROBS
-        return unsound
 
     def _finish(
         self, seq: Sequence, reason: FinishReason, *, error: Exception | None = None, reuse: bool = True

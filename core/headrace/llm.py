@@ -21,6 +21,9 @@ from headrace.runner import Handle, Runner, wake_loop
 from headrace.types import Completion, Output, Request, SamplingParams, Timings, Usage, field_names
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from headrace.catalog import Catalog
     from headrace.config import Config
     from headrace.contracts import Tokenizer
@@ -184,6 +187,37 @@ class LLM:
         """`async for chunk in await llm.astream("Hi")`."""
         _, (job,) = self._jobs(_one(prompt), params)
         return await self.astart(job)
+
+    def logits(self, prompt: Prompt, chunk: int | None = None) -> NDArray[np.float32]:
+        """The model's logits after every position of one prompt: [n, vocab] float32, yours to keep.
+
+        A request like any other, which waits for room beside those that run; no prefix hit serves it, since a hit has
+        no logits. prompt: token ids, or text (with BOS, as for `generate`). chunk: most tokens per step; None: the
+        engine's own. Raises RequestError, for a backend without this too.
+        """
+        if not _is_one(prompt) and len(prompt):
+            raise RequestError("HR-REQUEST-13", "logits takes one prompt, not a list of them", "call it for each")
+        params = SamplingParams(max_tokens=0, temperature=0.0, top_p=1.0).resolved()
+        job = self.request(prompt, params, want_text=False, want_logits=True, prefill_chunk_tokens=_plain_int(chunk))
+        self._check_memory(len(job[0].prompt_ids))
+        outputs: dict[int, Output] = {}
+        self.run([job], outputs.__setitem__)
+        if outputs[0].error is not None:
+            raise outputs[0].error
+        found = outputs[0].prompt_logits
+        assert found is not None, f"ended with {outputs[0].finish_reason!r}"
+        return found
+
+    def _check_memory(self, n_tokens: int) -> None:
+        from headrace.machine import probe_machine
+
+        wanted, available = 4 * n_tokens * self.pipeline.model.vocab_size, probe_machine().available_memory_bytes
+        if wanted > available:
+            raise RequestError(
+                "HR-REQUEST-17",
+                f"the logits of {n_tokens} tokens take {wanted / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free",
+                "ask for fewer tokens",
+            )
 
     # --- lifetime --------------------------------------------------------------------------------------------------
 

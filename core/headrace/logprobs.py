@@ -37,6 +37,14 @@ def collect(entries: list[tuple[int, int, list[int], list[float]]]) -> LogprobRo
     )
 
 
+def prompt_logits(rows: Iterable[tuple[int, Floats]]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """`StepResult.arrays["prompt_logits"]` of (plan row, [row tokens, vocab] logits of its every position) pairs, by
+    ascending row. The values are copies: sampling may change the logits in place."""
+    rows = list(rows)
+    index = np.repeat(np.array([row for row, _ in rows], np.int32), [len(logits) for _, logits in rows])
+    return index, np.concatenate([logits for _, logits in rows], dtype=np.float32)
+
+
 def prompt_logprobs(plan: StepPlan, rows: Iterable[tuple[int, Floats]]) -> LogprobRows:
     """Log-probabilities of the prompt's own tokens, from the model's distribution.
 

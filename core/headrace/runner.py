@@ -491,7 +491,7 @@ def build_output(seqs: list[Sequence], tokenizer: Tokenizer, prompt: str | None)
     from headrace.engine import timings_of, usage_of
 
     first = seqs[0]
-    prompt_logprobs = first.prompt_logprobs
+    prompt_logprobs, logits = first.prompt_logprobs, first.prompt_logits
     return Output(
         request_id=first.request.id,
         prompt=prompt,
@@ -502,6 +502,7 @@ def build_output(seqs: list[Sequence], tokenizer: Tokenizer, prompt: str | None)
         prompt_logprobs=None
         if prompt_logprobs is None
         else tuple(entry and _logprob(entry, tokenizer) for entry in prompt_logprobs),
+        prompt_logits=logits.values if logits is not None and logits.complete else None,
     )
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.logprobs import prompt_logprobs
+from headrace.logprobs import prompt_logits, prompt_logprobs
 from headrace.sampler import GREEDY_BELOW, INFINITE, NAN, NOTHING, StepSampler, apply_mask, step_result
 from headrace.types import (
     DEFAULT_SEED,
@@ -56,6 +56,7 @@ __all__ = [
     "NOTHING",
     "apply_mask",
     "new_table",
+    "prompt_logits",
     "prompt_logprobs",
     "resolve_seed",
     "sample_step",

@@ -160,7 +160,7 @@ class Scheduler:
             i += 1
             if not ready(seq):
                 continue
-            if not self.kv.admit(seq, ops, seq.prompt_logprobs is None):
+            if not self.kv.admit(seq, ops, seq.prompt_logprobs is None and seq.prompt_logits is None):
                 misfits.append(seq)
                 self._pressing = self._pressing or seq
                 continue

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from headrace.contracts import Matcher
     from headrace.ops import Candidate
+    from headrace.reports import PromptLogits
 
 DEFAULT_SEED = 20261017
 """Seed of a request that sets none: output repeats by default, between processes too. `seed="random"` opts out."""
@@ -294,8 +295,8 @@ class Sequence:
     __slots__ = (
         "arrival", "cached", "compiled", "computed", "counts", "deadline", "draft", "error", "extras",
         "finish_reason", "index", "leader", "limit", "logprobs", "matcher", "n_prompt", "params", "preemptions",
-        "prompt_logprobs", "request", "sample_index", "skipped", "slot", "status", "stop_ids", "stop_reason",
-        "stream", "times", "tokens", "wants",
+        "prompt_logits", "prompt_logprobs", "request", "sample_index", "skipped", "slot", "status", "stop_ids",
+        "stop_reason", "stream", "times", "tokens", "wants",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, limit: int) -> None:
@@ -329,6 +330,7 @@ class Sequence:
         self.wants = 0
         self.logprobs: list[Any] | None = None
         self.prompt_logprobs: list[Any] | None = None
+        self.prompt_logits: PromptLogits | None = None
         self.leader: Sequence | None = None
         self.arrival: tuple[float, ...] = ()
         """Order of service: (priority, submission number)."""
@@ -449,6 +451,8 @@ WANT_LOGPROBS = 2
 WANT_PROMPT_LOGPROBS = 4
 WANT_LOGITS = 8
 WANT_PROMPT_LOGITS = 16
+WANT_ALL_POSITIONS = WANT_PROMPT_LOGPROBS | WANT_PROMPT_LOGITS
+"""A row with one of these has the logits of every token it feeds computed, not only of those it samples after."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -541,7 +545,7 @@ class StepPlan:
     rank: NDArray[np.int32] | None = None
     """[R] data-parallel rank; None = all 0."""
     targets: NDArray[np.int32] | None = None
-    """[T] next token of each position (-1 unknown); present when a row wants PROMPT_LOGPROBS."""
+    """[T] next token of each position (-1 unknown); present when a row wants ALL_POSITIONS."""
     history: NDArray[np.int32] | None = None
     """[R, h] tokens at positions start - 1 .. start - h, -1 before the start; present when caps.history_tokens = h."""
     n_prompt: NDArray[np.int32] | None = None
@@ -599,7 +603,8 @@ class StepResult:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     arrays: Mapping[str, tuple[NDArray[np.int32], NDArray[Any]]] = field(default_factory=dict)
-    """name -> (row index, values), e.g. "logits" for rows that want LOGITS."""
+    """name -> (plan row of each entry [M] int32, ascending; values). "logits": [M, vocab] float32 of sampled positions,
+    for rows that want LOGITS; "prompt_logits": the same of every position, for rows that want PROMPT_LOGITS."""
     proposals: Mapping[int, Proposal] = field(default_factory=dict)
     """Drafts of a fused drafter, by row."""
 
@@ -746,6 +751,8 @@ class Output:
     usage: Usage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """[n_prompt, vocab], for a request with `want_logits` that read its whole prompt."""
 
     @property
     def text(self) -> str:

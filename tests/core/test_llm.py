@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import headrace
 from headrace.config import load_config
 from headrace.errors import Busy, ConfigError, RequestError
 from headrace.llm import LLM, _arm, params_from
+from headrace.machine import probe_machine
 from headrace.runner import Handle
 from headrace.types import SamplingParams
 
@@ -179,6 +181,124 @@ def test_failure_of_one_prompt_is_its_own(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert outputs[1].error is not None
     assert outputs[1].finish_reason == "error"
     assert [outputs[i].token_ids for i in (0, 2)] == [fine[i].token_ids for i in (0, 2)]
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(llm: LLM, ids: list[int]) -> Any:
+    """[n, vocab] float32 of the toy model, without executor or engine."""
+    toy = llm.pipeline.executor.toy  # type: ignore[attr-defined]
+    return toy.logits_from(toy.cells(ids, 0), 0)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, np.int64(7), 1000])
+def test_logits_of_every_position(llm: LLM, chunk: Any) -> None:
+    ids = list(b"the logits of a prompt of more than one block")
+    found = llm.logits(ids, chunk=chunk)
+    assert (found.shape, found.dtype) == ((len(ids), 300), np.float32)
+    assert found.flags.writeable
+    np.testing.assert_array_equal(found, by_hand(llm, ids))
+
+
+def test_logits_take_prompts_in_every_form(llm: LLM) -> None:
+    expected = by_hand(llm, list(b"hello"))
+    forms: list[Any] = ["hello", tuple(b"hello"), np.array(list(b"hello"), np.int32)]
+    for prompt in forms:
+        np.testing.assert_array_equal(llm.logits(prompt), expected)
+    whole = list(range(97, 97 + 26)) * 9 + [97] * 22
+    assert llm.logits(whole).shape == (256, 300), "a prompt may fill the context: nothing is generated"
+
+
+def test_logits_use_no_prefix_and_leave_one() -> None:
+    with load() as llm:
+        ids = list(b"a prompt that was read before, twice")
+        llm.generate(ids, SHORT)
+        np.testing.assert_array_equal(llm.logits(ids), by_hand(llm, ids))
+        assert llm.generate(ids, SHORT).usage.cached_tokens > 0
+
+
+def test_logits_beside_other_requests(llm: LLM) -> None:
+    prompts = [f"prompt number {i} of several" for i in range(6)]
+    expected = llm.generate(prompts, {"max_tokens": 20})
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.__setitem__(i, llm.logits(prompts[i], chunk=1 + i))) for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    outputs = llm.generate(prompts, {"max_tokens": 20})
+    for thread in threads:
+        thread.join()
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    for i in range(3):
+        np.testing.assert_array_equal(found[i], by_hand(llm, list(prompts[i].encode())))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "text"),
+    [
+        ("", None, "HR-REQUEST-02"),
+        ([], None, "HR-REQUEST-02"),
+        ([5, 300], None, r"HR-REQUEST-05: prompt_ids\[1\] = 300"),
+        ([5, -1], None, "HR-REQUEST-05"),
+        ([5, "a"], None, "HR-REQUEST-05"),
+        ("x" * 257, None, "HR-REQUEST-03"),
+        (5, None, "HR-REQUEST-15"),
+        (["a", "b"], None, "HR-REQUEST-13"),
+        ([[1, 2], [3]], None, "HR-REQUEST-13"),
+        ("a", 0, "HR-REQUEST-16: prefill_chunk_tokens = 0"),
+        ("a", -3, "HR-REQUEST-16"),
+        ("a", 1.5, "HR-REQUEST-16"),
+        ("a", True, "HR-REQUEST-16"),
+        ("a", "2", "HR-REQUEST-16"),
+    ],
+)
+def test_logits_refuse_by_name(llm: LLM, prompt: Any, chunk: Any, text: str) -> None:
+    n_steps = llm._runner.engine.n_steps
+    with pytest.raises(RequestError, match=text) as raised:
+        llm.logits(prompt, chunk)
+    assert raised.value.help
+    assert llm._runner.engine.n_steps == n_steps
+
+
+def test_logits_of_an_executor_that_has_none() -> None:
+    with load(f"{TOY},fast=1") as llm, pytest.raises(RequestError, match=r"HR-REQUEST-06: .*no logits"):
+        llm.logits("a")
+
+
+def test_logits_that_memory_can_not_hold(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(probe_machine(), available_memory_bytes=4 * 300 * 5)
+    monkeypatch.setattr("headrace.machine.probe_machine", lambda: machine)
+    assert llm.logits("12345").shape == (5, 300)
+    with pytest.raises(RequestError, match="HR-REQUEST-17: the logits of 6 tokens"):
+        llm.logits("123456")
+
+
+def test_logits_that_are_nan_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.pipeline.executor, "nan", lambda plan, row: ord("~") in plan.tokens)
+    with pytest.raises(RequestError, match=r"HR-STEP-02: .*NaN"):
+        llm.logits("aaa~aaa", chunk=2)
+    np.testing.assert_array_equal(llm.logits("aaa"), by_hand(llm, list(b"aaa")))
+
+
+def test_logits_of_a_model_that_is_closed_meanwhile() -> None:
+    llm = load()
+    llm.pipeline.executor.on_forward = lambda plan: llm._runner.close(wait=False)  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match="HR-CLOSED-01"):
+        llm.logits("x" * 50)
+    with pytest.raises(RequestError, match="HR-CLOSED-01"):
+        llm.logits("a")
+
+
+def test_logits_are_of_the_output_too(llm: LLM) -> None:
+    """A request may generate after the prompt whose logits it keeps; each of n samples has the same prompt."""
+    handle = llm.start(llm.request("hello", llm.resolve({"max_tokens": 6, "n": 2}), want_logits=True))
+    output = handle.result()
+    np.testing.assert_array_equal(output.prompt_logits, by_hand(llm, list(b"hello")))
+    same = llm.generate("hello", {"max_tokens": 6, "n": 2})
+    assert [each.token_ids for each in output.completions] == [each.token_ids for each in same.completions]
+    assert same.prompt_logits is None
 
 
 def test_streams(llm: LLM) -> None:

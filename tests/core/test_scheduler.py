@@ -15,7 +15,7 @@ from headrace.contracts import Compiled, Matcher
 from headrace.engine import Engine
 from headrace.errors import Busy, Fatal, RequestError, StepFailed
 from headrace.testing.toy import ToyModel, ToyObserver
-from headrace.types import DraftView, Grammar, Proposal, SamplingParams, Sequence
+from headrace.types import WANT_PROMPT_LOGITS, DraftView, Grammar, Proposal, SamplingParams, Sequence
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
@@ -546,6 +546,34 @@ def test_prompt_logprobs_cover_the_prompt_once_whatever_the_chunking() -> None:
         assert len(seq.logprobs) == 3
         seen.append((seq.prompt_logprobs, seq.logprobs))
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("kv", ["paged", "slots"])
+@pytest.mark.parametrize("fail_at", ["forward", "sample", "collect"])
+def test_logits_of_a_prompt_come_once_whatever_is_run_again(kv: str, fail_at: str) -> None:
+    """Chunks, preemption in the middle, failed steps and samples of one request beside it."""
+    rng = random.Random(5)
+    faults = {"fail": lambda plan: StepFailed("now and then") if rng.random() < 0.2 else None, "fail_at": fail_at}
+    engine = Setup(kv=kv, chunk=3, faults=faults).engine()
+    prompt = "hello prompt"
+    run(engine, [request("warm", prompt, GREEDY)])
+    wanted = [request(f"r{i}", prompt, replace(GREEDY, n=2), want_logits=True) for i in range(2)]
+    seen: list[list[int]] = []
+    engine.executor.on_forward = lambda plan: seen.append(plan.wants.tolist())  # type: ignore[attr-defined]
+    found = run(engine, [*wanted, request("other", "something else", GREEDY)], 4)
+    expected = MODEL.logits_from(MODEL.cells(list(prompt.encode()), 0), 0)
+    n_complete = 0
+    for req in wanted:
+        first, second = found[req.id]
+        assert first.prompt_logits is not None
+        assert second.prompt_logits is None
+        if first.error is None:  # a row that is alone in a failing step ends
+            n_complete += 1
+            np.testing.assert_array_equal(first.prompt_logits.values, expected)
+            assert output([first]) == plain(request(req.id, prompt, GREEDY))
+            assert not first.wants & WANT_PROMPT_LOGITS, "steps after the prompt compute no more than they must"
+    assert n_complete
+    assert any(wants & WANT_PROMPT_LOGITS for row in seen for wants in row)
 
 
 def test_max_tokens_zero_reads_the_prompt_only() -> None:

@@ -10,8 +10,10 @@ import numpy as np
 
 from headrace.contracts import Executor
 from headrace.errors import ModelError, StepFailed
-from headrace.sampling import prompt_logprobs, sample_step
+from headrace.sampling import prompt_logits, prompt_logprobs, sample_step
 from headrace.types import (
+    WANT_ALL_POSITIONS,
+    WANT_PROMPT_LOGITS,
     WANT_PROMPT_LOGPROBS,
     Capabilities,
     Fork,
@@ -33,7 +35,7 @@ from headrace_gguf.trial import try_load
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from headrace.types import BuildContext, LogprobRows, MaskBatch, ModelSource
+    from headrace.types import BuildContext, MaskBatch, ModelSource
     from headrace_gguf.options import GGUFOptions
 
 _CODES = {1: "no KV slot for the batch", 2: "interrupted", -1: "invalid batch"}
@@ -81,6 +83,7 @@ class GGUFExecutor(Executor):
             drafts=not facts.recurrent and core,
             logprobs=core,
             masks=True,
+            prompt_logits=core,
             refuses={} if core else native.REFUSES,
         )
 
@@ -265,7 +268,7 @@ class GGUFExecutor(Executor):
         output[:n_tokens] = sampled
         if plan.targets is None:
             return None
-        output[:n_tokens] |= np.repeat((plan.wants & WANT_PROMPT_LOGPROBS) != 0, length)
+        output[:n_tokens] |= np.repeat((plan.wants & WANT_ALL_POSITIONS) != 0, length)
         marked = np.flatnonzero(output[:n_tokens])
         return np.flatnonzero(sampled[marked]).tolist()
 
@@ -280,24 +283,31 @@ class GGUFExecutor(Executor):
     def sample(self, step: _Step, masks: MaskBatch | None) -> None:
         plan = step.plan
         # before sampling, which may change the rows in place
-        prompt = self._prompt_logprobs(step) if plan.targets is not None else None
+        prompts = self._prompts(step) if plan.targets is not None else []
+        scored = [(row, logits) for row, logits in prompts if plan.wants[row] & WANT_PROMPT_LOGPROBS]
+        prompt = prompt_logprobs(plan, scored) if scored else None
         if self._native is not None:
             step.result = self._native.sample(plan, step.rows, masks, prompt)
             return
-        step.result = sample_step(plan, step.rows, masks)
-        if prompt is not None:
-            step.result.prompt_logprobs = prompt
+        kept = [(row, logits) for row, logits in prompts if plan.wants[row] & WANT_PROMPT_LOGITS]
+        arrays = {"prompt_logits": prompt_logits(kept)} if kept else {}
+        step.result = result = sample_step(plan, step.rows, masks)
+        if scored:
+            result.prompt_logprobs = prompt
+        if arrays:
+            result.arrays = {**result.arrays, **arrays}
 
-    def _prompt_logprobs(self, step: _Step) -> LogprobRows | None:
-        plan, wanted, taken = step.plan, [], 0
+    def _prompts(self, step: _Step) -> list[tuple[int, NDArray[np.float32]]]:
+        """(plan row, [length, vocab] logits) of the rows that want all positions; views of llama.cpp's own."""
+        plan, found, taken = step.plan, [], 0
         block = self._open_context().logits_block
         for row in range(len(plan.seq)):
             n_outputs = 1 + int(plan.n_draft[row]) if plan.sample[row] else 0
-            if block is not None and plan.wants[row] & WANT_PROMPT_LOGPROBS:
+            if block is not None and plan.wants[row] & WANT_ALL_POSITIONS:
                 n_outputs = int(plan.length[row])
-                wanted.append((row, block[taken : taken + n_outputs]))
+                found.append((row, block[taken : taken + n_outputs]))
             taken += n_outputs
-        return prompt_logprobs(plan, wanted) if wanted else None
+        return found
 
     def collect(self, step: _Step) -> StepResult:
         if step.result is None:

@@ -16,6 +16,7 @@ import numpy as np
 from headrace import sampling
 from headrace.contracts import Executor
 from headrace.types import (
+    WANT_ALL_POSITIONS,
     WANT_TOKEN,
     CopyBlock,
     Fork,
@@ -146,7 +147,7 @@ class Rig:
             sampling=table,
             kv_ops=ops,
             blocks=None if self.tables is None else self.tables[slots],
-            targets=_ints(targets) if any(row.targets for row in rows) else None,
+            targets=_ints(targets) if any(row.targets or row.wants & WANT_ALL_POSITIONS for row in rows) else None,
         )
 
     def masks(self, rows: Iterable[RigRow]) -> MaskBatch | None:

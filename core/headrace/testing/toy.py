@@ -21,6 +21,8 @@ from headrace.testing.toy_model import ToyModel
 from headrace.testing.toy_parts import ToyConstraint, ToyObserver, ToyOracle, ToyStore, ToyStrategy
 from headrace.testing.toy_tokenizer import BOS, EOS, ToyTokenizer
 from headrace.types import (
+    WANT_ALL_POSITIONS,
+    WANT_PROMPT_LOGITS,
     WANT_PROMPT_LOGPROBS,
     Capabilities,
     CopyBlock,
@@ -142,10 +144,20 @@ class _ToyExecutor(Executor):
         try:
             current.result = sampling.sample_step(current.plan, current.logits, masks)
             if current.prompt:
-                current.result.prompt_logprobs = sampling.prompt_logprobs(current.plan, current.prompt)
+                self._report_prompts(current.plan, current.prompt, current.result)
         except Exception:
             self._step = None  # the step is over, whatever failed
             raise
+
+    def _report_prompts(
+        self, plan: StepPlan, prompts: list[tuple[int, NDArray[np.float32]]], result: StepResult
+    ) -> None:
+        scored = [(row, logits) for row, logits in prompts if plan.wants[row] & WANT_PROMPT_LOGPROBS]
+        if scored:
+            result.prompt_logprobs = sampling.prompt_logprobs(plan, scored)
+        kept = [(row, logits) for row, logits in prompts if plan.wants[row] & WANT_PROMPT_LOGITS]
+        if kept:
+            result.arrays = {**result.arrays, "prompt_logits": sampling.prompt_logits(kept)}
 
     def collect(self, step: Any) -> StepResult:
         current = self._current(step)
@@ -244,7 +256,7 @@ class _ToyExecutor(Executor):
                 self._kv[place[low:]] ^= 1
 
     def _hash(self, plan: StepPlan, row: int, cells: NDArray[np.int64], n_draft: int, step: _Step) -> None:
-        whole = bool(plan.wants[row] & WANT_PROMPT_LOGPROBS)
+        whole = bool(plan.wants[row] & WANT_ALL_POSITIONS)
         if not plan.sample[row] and not whole:
             return
         logits = self.toy.logits_from(cells, int(plan.start[row]) if whole else len(cells) - 1 - n_draft)
@@ -414,4 +426,5 @@ def _caps(
         drafts=full and partial_trim,
         logprobs=full,
         masks=full,
+        prompt_logits=full,
     )

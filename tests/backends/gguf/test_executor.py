@@ -15,6 +15,7 @@ from headrace.errors import StepFailed
 from headrace.types import (
     WANT_LOGITS,
     WANT_LOGPROBS,
+    WANT_PROMPT_LOGITS,
     WANT_TOKEN,
     Fork,
     Free,
@@ -177,6 +178,22 @@ def test_prompt_logprobs_beside_another_row(driver, fresh):
         logits = fresh(PROMPT[:position]).astype(np.float64)
         assert ids[0] == PROMPT[position]
         assert values[0] == pytest.approx(logits[ids[0]] - np.log(np.exp(logits).sum()), abs=1e-2)
+
+
+def test_logits_of_a_whole_prompt_beside_other_rows(driver, fresh):
+    """Of rows that sample too, and are biased: what comes back is what the model said."""
+    driver.params[0] = SamplingParams(temperature=0, logprobs=1)
+    wants = WANT_TOKEN | WANT_PROMPT_LOGITS
+    kept = Row(0, 0, PROMPT, wants=wants, targets=[-1] * len(PROMPT))
+    only = Row(3, 0, OTHER, sample=False, wants=WANT_PROMPT_LOGITS)
+    result = driver.step([Row(1, 0, OTHER[:5]), kept, prompt_logprobs_row(2, PROMPT), only])
+    rows, logits = result.arrays["prompt_logits"]
+    assert rows.tolist() == [1] * len(PROMPT) + [3] * len(OTHER)
+    assert result.prompt_logprobs is not None
+    assert set(result.prompt_logprobs.row.tolist()) == {2}
+    for ids, found in ((PROMPT, logits[: len(PROMPT)]), (OTHER, logits[len(PROMPT) :])):
+        for i in range(0, len(ids), 9):
+            assert np.allclose(found[i], fresh(ids[: i + 1]), atol=1e-2)
 
 
 def test_logprobs_of_chosen_tokens(driver, fresh):

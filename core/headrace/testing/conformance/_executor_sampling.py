@@ -11,7 +11,15 @@ import pytest
 from headrace import sampling
 from headrace.testing.conformance._executor_fixture import WARM, ExecutorFixture, need
 from headrace.testing.rig import GREEDY, Rig, RigRow, emitted, logprob_rows
-from headrace.types import WANT_LOGITS, WANT_LOGPROBS, WANT_PROMPT_LOGPROBS, WANT_TOKEN, SamplingParams
+from headrace.types import (
+    WANT_LOGITS,
+    WANT_LOGPROBS,
+    WANT_PROMPT_LOGITS,
+    WANT_PROMPT_LOGPROBS,
+    WANT_TOKEN,
+    SamplingParams,
+    StepResult,
+)
 
 
 class SamplingChecks(ExecutorFixture):
@@ -203,9 +211,66 @@ class SamplingChecks(ExecutorFixture):
         for (_, _, got), (_, _, want) in zip(parts, whole, strict=True):
             assert got == pytest.approx(want, abs=0 if rig.executor.caps.row_invariant else self.tolerance)
 
+    # --- logits of prompts
+
+    def test_prompt_logits_do_not_depend_on_chunking(self, rig: Rig) -> None:
+        """One row of logits for each token, equal to those of a prompt that ends there."""
+        need(rig.executor.caps.prompt_logits, "caps.prompt_logits is False")
+        prompt = self.prompts(rig.executor)[0]
+
+        def run(chunk: int) -> np.ndarray:
+            found = []
+            for low in range(0, len(prompt), chunk):
+                part = prompt[low : low + chunk]
+                row = RigRow(seq=0, tokens=part, sample=False, wants=WANT_PROMPT_LOGITS)
+                found.append(prompt_logit_rows(rig.step(row), 0))
+                assert len(found[-1]) == len(part)
+            rig.free(0)
+            return np.concatenate(found)
+
+        whole = run(len(prompt))
+        assert whole.shape == (len(prompt), rig.executor.model.vocab_size)
+        assert whole.dtype == np.float32
+        for chunk in (1, 3):
+            self._same(rig, run(chunk), whole)
+        for i in (0, len(prompt) - 1):
+            self._same(rig, whole[i], self._logits(rig, prompt[: i + 1]))
+            rig.free(0)
+
+    def test_prompt_logits_beside_other_rows(self, rig: Rig) -> None:
+        need(rig.executor.caps.prompt_logits, "caps.prompt_logits is False")
+        need(rig.n_sequences > 2, "fewer than three rows per step")
+        a, b, c, *_ = self.prompts(rig.executor)
+        wanted = WANT_PROMPT_LOGITS
+        alone = [prompt_logit_rows(rig.step(RigRow(seq=0, tokens=a, sample=False, wants=wanted)), 0)]
+        rig.free(0)
+        alone.append(prompt_logit_rows(rig.step(RigRow(seq=0, tokens=c, sample=False, wants=wanted)), 0))
+        rig.free(0)
+        token = rig.prefill(b)
+        rig.free(0)
+        strong = {7: 1000.0}  # biases change what is sampled, not what the model said
+        result = rig.step(
+            RigRow(seq=0, tokens=a, wants=WANT_TOKEN | wanted, bias=strong),
+            RigRow(seq=1, tokens=b),
+            RigRow(seq=2, tokens=c, sample=False, wants=wanted),
+        )
+        assert result.arrays["prompt_logits"][0].tolist() == [0] * len(a) + [2] * len(c)
+        self._same(rig, prompt_logit_rows(result, 0), alone[0])
+        self._same(rig, prompt_logit_rows(result, 2), alone[1])
+        first, second, third = emitted(result)
+        assert (first, third) == ([7], [])
+        if self._compares_tokens(rig):
+            assert second == token
+
     def test_logits_come_only_when_wanted(self, rig: Rig) -> None:
         prompt = self.prompts(rig.executor)[0]
         result = rig.step(RigRow(seq=0, tokens=prompt))
-        assert "logits" not in result.arrays
+        assert not {"logits", "prompt_logits"} & set(result.arrays)
         assert result.logprobs is None
         assert result.prompt_logprobs is None
+
+
+def prompt_logit_rows(result: StepResult, row: int) -> np.ndarray:
+    """[n, vocab] logits of the positions of one plan row, copied: a result is valid until the next one."""
+    rows, values = result.arrays["prompt_logits"]
+    return np.array(values[rows == row])
