@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.hooks import ArchSpec, BackendSpec, CommandSpec, DialectSpec, DrafterSpec, hookimpl
+from headrace.hooks import ArchSpec, BackendSpec, CommandSpec, DialectSpec, DrafterSpec, KernelSpec, hookimpl
 from headrace.types import ModelSource
 
 headrace_api = 1
@@ -36,6 +36,13 @@ def headrace_backends() -> Iterable[BackendSpec]:
         verified="any CPU",
         baseline="headrace_plugins.reference.baseline:StraightLoop",
     )
+
+
+@hookimpl
+def headrace_kernels(device: str) -> Iterable[KernelSpec]:
+    from headrace_plugins.reference import specs
+
+    return specs.kernels() if device == "cpu" else ()
 
 
 @hookimpl
