@@ -207,12 +207,14 @@ class ReferenceExecutor(Executor):
         self.model = self._describe_model(model)
 
     def _weights(self, model: Model) -> Mapping[str, Any]:
-        from headrace_plugins.checkpoint import dummy_weights, load_weights
-
         options = self._options
         compute = torch.bfloat16 if options.compute == "bfloat16" else torch.float32
         if options.dummy_weights:
+            from headrace_plugins.checkpoint import dummy_weights
+
             return dummy_weights(model.tensors(), compute=compute, keep=options.weights)
+        from headrace_plugins.checkpoint import load_weights
+
         return load_weights(
             self._facts.folder, model.tensors(), compute=compute, keep=options.weights, ignored=model.ignored,
             report=lambda fraction: self._build.report("load weights", fraction),
