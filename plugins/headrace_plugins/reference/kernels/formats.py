@@ -163,13 +163,14 @@ def _unpack_rows(weight: Quantised, start: int, end: int) -> Tensor:
     """Rows [start, end), start a multiple of 32 -> float32 [end - start, k]."""
     k = weight.shape[1]
     codes = weight.codes[start:end].view(torch.uint8)
+    scales = weight.scales[start:end]
     if weight.packing == "fp8_block":
-        scales = weight.scales[start // BLOCK : -(-end // BLOCK)]
-        wide = decode_ue8m0(scales.view(torch.uint8)).repeat_interleave(BLOCK, 1)[:, :k]
-        return decode_e4m3(codes).mul_(wide.repeat_interleave(BLOCK, 0)[: end - start])
-    scale = decode_ue8m0(weight.scales[start:end].view(torch.uint8)).unsqueeze(-1)
+        scales = weight.scales[start // BLOCK : -(-end // BLOCK)].repeat_interleave(BLOCK, 0)[: end - start]
+    scale = decode_ue8m0(scales.view(torch.uint8))
     numbers = decode_e2m1(codes) if weight.packing == "fp4_row" else decode_e4m3(codes)
-    return numbers.unflatten(1, (-1, BLOCK)).mul_(scale).flatten(1)
+    if k % BLOCK:  # only blocks may be cut off
+        return numbers.mul_(scale.repeat_interleave(BLOCK, 1)[:, :k])
+    return _scaled(numbers, scale)
 
 
 # --- cache entries ---------------------------------------------------------------------------------------------------
