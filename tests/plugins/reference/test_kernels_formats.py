@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the reference kernels need PyTorch: pip install 'headrace[torch]'")
@@ -135,7 +137,7 @@ def test_scale_bytes_at_the_edges():
 
 
 def test_e2m1_rounds_ties_to_even_codes_and_saturates():
-    middles = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(E2M1)]
     below = [torch.tensor(x).nextafter(torch.tensor(0.0)).item() for x in middles]
     above = [torch.tensor(x).nextafter(torch.tensor(9.0)).item() for x in middles]
     x = torch.tensor([*E2M1, *middles, *below, *above, 7.0, torch.inf])
