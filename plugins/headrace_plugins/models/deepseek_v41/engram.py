@@ -1,0 +1,170 @@
+"""Engram: n-gram memory that a few layers add to the streams.
+
+Source: DeepSeek-V4.1 model description, "Engram" (DeepInfer `v4_modules/engram.py`, `engram_metadata.py`).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.contracts import Tokenizer
+from headrace.errors import ModelError
+from headrace.modeling import Batch, Weight
+from headrace.ops import Ops
+from headrace_plugins.models.deepseek_v41.config import EngramConfig, TextConfig
+
+SEED_PER_LAYER = 10007
+WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""Unicode's White_Space; Python's own idea of it also has \\x1c to \\x1f."""
+
+
+# --- the compressed vocabulary ---------------------------------------------------------------------------------------
+
+
+def compress_vocabulary(tokenizer: Tokenizer) -> list[int]:
+    """Number of each token's normalised text, in the order of first appearance: tokens that differ only in case,
+    accents or white space share one."""
+    numbers: dict[str, int] = {}
+    pieces = _byte_pieces()
+    result = []
+    for token in range(tokenizer.n_vocab):
+        try:
+            data = tokenizer.token_bytes(token)
+        except IndexError:
+            break
+        text = data.decode("utf-8", "replace")
+        key = "".join(pieces[byte] for byte in data) if "\ufffd" in text else _normalise(text) or text
+        result.append(numbers.setdefault(key, len(numbers)))
+    return result
+
+
+def _normalise(text: str) -> str:
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    text = "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
+    for char in "\t\r\n":
+        text = text.replace(char, " ")
+    while "  " in text:
+        text = text.replace("  ", " ")
+    return text if text == " " else text.strip(WHITE)
+
+
+def _byte_pieces() -> list[str]:
+    """How a byte-level vocabulary writes each byte: printable ones as themselves, others from U+0100 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+# --- hashing ---------------------------------------------------------------------------------------------------------
+
+
+def multipliers(config: EngramConfig, layer: int) -> Tensor:
+    """Odd factors, one per position of the n-gram; many are beyond 2^53. -> [max_ngram] int64"""
+    high = max(1, (2**63 - 1) // config.compressed_vocab_size // 2)
+    drawn = np.random.default_rng(SEED_PER_LAYER * layer).integers(0, high, size=config.max_ngram)
+    return torch.from_numpy(drawn.astype(np.int64) * 2 + 1)
+
+
+def primes(config: EngramConfig) -> list[list[int]]:
+    """Per layer, one prime per n and head, no prime twice: the next one from vocab_size on, again for every n."""
+    seen: set[int] = set()
+    result = []
+    for _ in config.layers:
+        row = []
+        for _ in range(config.max_ngram - 1):
+            number = config.vocab_size - 1
+            for _ in range(config.heads):
+                number = _next_prime(number + 1, seen)
+                seen.add(number)
+                row.append(number)
+        result.append(row)
+    return result
+
+
+def _next_prime(number: int, seen: set[int]) -> int:
+    while number in seen or not _is_prime(number):
+        number += 1
+    return number
+
+
+def _is_prime(number: int) -> bool:
+    """By division; the released tables have primes around 1.6e7."""
+    return number >= 2 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+# --- the layers ------------------------------------------------------------------------------------------------------
+
+
+class Grams:
+    """The n-grams that end at each token, as compressed ids."""
+
+    def __init__(self, config: EngramConfig, text: TextConfig, tokenizer: Tokenizer, device: torch.device) -> None:
+        compressed = compress_vocabulary(tokenizer)
+        found = max(compressed, default=-1) + 1
+        if found != config.compressed_vocab_size or config.pad_token >= len(compressed):
+            raise ModelError(
+                "HR-MODEL-22",
+                f"the tokenizer has {found} distinct normalised tokens, config.json says engram_compressed_vocab_size"
+                f" = {config.compressed_vocab_size}: the n-gram tables were made for another tokenizer",
+                "use the tokenizer.json that came with the checkpoint",
+            )
+        self.n = config.max_ngram
+        self.pad = compressed[config.pad_token]
+        table = torch.full((text.vocab_size + 2,), self.pad, dtype=torch.int64)
+        n = min(len(compressed), text.vocab_size)
+        table[1 : n + 1] = torch.tensor(compressed[:n])
+        table[0] = table[-1] = -1
+        if text.image_token is not None and text.image_token < text.vocab_size:
+            table[text.image_token + 1] = -1
+        self.table = table.to(device)
+        """[vocab + 2] int64: compressed id of token t at t + 1; -1 for what ends an n-gram: no token, a token beyond
+        the vocabulary, an image."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """An n-gram that meets a blocked token on its way back is padded from there on. -> [T, n] int64, newest
+        first"""
+        assert batch.history is not None
+        tokens = torch.cat((batch.tokens[:, None], batch.history[:, : self.n - 1]), 1)
+        ids = self.table[tokens.clamp(-1, len(self.table) - 2) + 1]
+        if batch.image is not None:
+            ids[:, 0].masked_fill_(batch.image, -1)
+        blocked = (ids < 0).cumsum(1) > 0
+        return ids.masked_fill_(blocked, self.pad)
+
+
+class Engram:
+    """R_j += sigmoid(..) v, with keys and value from the rows that the token's n-grams name."""
+
+    def __init__(self, ops: Ops, config: TextConfig, layer: int, quantise: bool) -> None:
+        self.ops, self.layer, self.quantise = ops, layer, quantise
+        self.streams, self.eps = config.streams, config.eps
+
+    def load(self, weights: Mapping[str, Weight], config: EngramConfig, moduli: Iterable[int]) -> None:
+        """moduli: [(max_ngram - 1) heads], primes of this layer."""
+        at = f"layers.{self.layer}.engram."
+        self.embed, self.wkv = weights[at + "embed.weight"], weights[at + "wkv.weight"]
+        self.q_weight, self.k_weight = weights[at + "q_weight"], weights[at + "k_weight"]
+        device = self.q_weight.device
+        self.primes = torch.tensor(list(moduli), device=device)
+        self.offsets = self.primes.cumsum(0) - self.primes
+        self.multipliers = multipliers(config, self.layer).to(device)
+
+    def __call__(self, streams: Tensor, grams: Tensor, image: Tensor | None, trace: dict | None = None) -> Tensor:
+        """streams: [n, s, H]; grams: [n, max_ngram] int64; image: [n] bool, left unchanged. -> [n, s, H]"""
+        ops = self.ops
+        rows = ops.engram.hash(grams, self.multipliers, self.primes, self.offsets)
+        read = ops.embed.lookup(self.embed, rows).flatten(1)
+        read = ops.quant.activation(read) if self.quantise else read
+        kv = ops.linear.dense(read, self.wkv).unflatten(1, (self.streams + 1, -1))
+        result: Tensor = ops.engram.gate(streams, kv, self.q_weight, self.k_weight, self.eps, image)
+        if trace is not None:
+            trace[f"engram_rows.{self.layer}"] = rows
+            trace[f"engram_kv.{self.layer}"] = kv
+            trace[f"engram_before.{self.layer}"] = streams
+            trace[f"engram_after.{self.layer}"] = result
+        return result

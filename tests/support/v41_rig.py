@@ -1,0 +1,186 @@
+"""DeepSeek-V4.1 on the reference kernels without an executor: sequences with blocks, slots and batches made by hand.
+
+Needs torch, which its users ask for first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from golden import ModelGolden
+from headrace.contracts import Tokenizer
+from headrace.modeling import Batch, Cache, ModelContext, StateSpec, Weight
+from headrace.ops import KernelContext, Ops
+from headrace_plugins.models.deepseek_v41.model import DeepseekV41
+from headrace_plugins.reference.specs import kernels
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def reference_ops(exact: bool = False, compute: Literal["float32", "bfloat16"] = "float32") -> Ops:
+    """The reference kernels that the model needs: plain, or the exact ones."""
+    context = KernelContext(device="cpu", compute=compute, exact=exact)
+    chosen: dict[str, Any] = {}
+    for spec in sorted(kernels(), key=lambda spec: spec.priority):
+        if spec.op in DeepseekV41.needs and (spec.exact or not exact):
+            module, _, name = spec.factory.partition(":")
+            chosen[spec.op] = getattr(importlib.import_module(module), name)(context)
+    return Ops(chosen)
+
+
+class VocabTokenizer(Tokenizer):
+    """The byte-level tokenizer.json of a golden model, read plainly: what Engram needs of a tokenizer."""
+
+    bos_id = 0
+    eos_ids = frozenset({1})
+
+    def __init__(self, path: Path) -> None:
+        data = json.loads(path.read_text())
+        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in plain]
+        byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+        self._bytes = {
+            token: bytes(byte_of[char] for char in piece)
+            for piece, token in data["model"]["vocab"].items()
+            if all(char in byte_of for char in piece)
+        }
+        self._bytes |= {token["id"]: token["content"].encode() for token in data["added_tokens"]}
+        self.n_vocab = max(self._bytes) + 1
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        raise NotImplementedError
+
+    def token_bytes(self, token: int) -> bytes:
+        if token not in self._bytes:
+            raise IndexError(token)
+        return self._bytes[token]
+
+    def is_special(self, token: int) -> bool:
+        return token < 3
+
+
+@dataclass
+class Row:
+    """One sequence."""
+
+    tokens: list[int]
+    slot: int
+    blocks: list[int]
+    computed: int = 0
+    first: int = 0
+    tail: int | None = None
+    image: Tensor | None = None
+    """[n] bool"""
+    embeds: Tensor | None = None
+    """[n, H]"""
+
+
+@dataclass
+class Rig:
+    """A model with caches for a few sequences."""
+
+    model: DeepseekV41
+    context: ModelContext
+    caches: Mapping[str, Cache] = field(default_factory=dict)
+    n_rows: int = 0
+    blocks_per_row: int = 8
+
+    def row(self, tokens: Iterable[int], **settings: Any) -> Row:
+        """A new sequence, in a slot and blocks of its own. Its blocks don't lie in order."""
+        slot = self.n_rows
+        self.n_rows += 1
+        blocks = [1 + slot * self.blocks_per_row + (i * 3 + slot) % self.blocks_per_row for i in range(7)]
+        return Row(list(map(int, tokens)), slot, blocks, **settings)
+
+    def batch(self, work: Sequence[tuple[Row, int]], trace: dict[str, Any] | None = None) -> Batch:
+        """(row, how many tokens of it) -> a batch that wants the logits of every token that has some."""
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "positions", "row", "slot", "first", "history")
+        }
+        tails, images, embeds = [], [], []
+        reach = self.model.history_tokens
+        for number, (row, count) in enumerate(work):
+            for p in range(row.computed, row.computed + count):
+                columns["tokens"].append(row.tokens[p])
+                columns["positions"].append(p)
+                columns["row"].append(number)
+                columns["slot"].append(row.slot)
+                columns["first"].append(row.first)
+                columns["history"].append([row.tokens[p - r] if p >= r else -1 for r in range(1, reach + 1)])
+                tails.append(row.tail or 0)
+                images.append(bool(row.image is not None and row.image[p]))
+                embeds.append(row.embeds[p] if row.embeds is not None else torch.zeros(self.model.config.hidden))
+        made = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
+        tail = torch.tensor(tails) if any(row.tail is not None for row, _ in work) else None
+        cut = tail is not None and self.context.replay == "compact"
+        batch = Batch(
+            **made,
+            tail=tail,
+            table=torch.tensor([row.blocks for row, _ in work], dtype=torch.int64),
+            block_tokens=self.context.block_tokens,
+            image=torch.tensor(images) if any(images) else None,
+            embeds=torch.stack(embeds) if any(images) else None,
+            wanted=(made["positions"] >= tail).nonzero()[:, 0] if cut else torch.arange(len(tails)),
+        )
+        if trace is not None:
+            batch.extra["trace"] = trace
+        return batch
+
+    def step(self, work: Sequence[tuple[Row, int]], trace: dict[str, Any] | None = None) -> Tensor:
+        """Run a batch. -> [M, vocab] logits of every token, of those from `tail` on in mode compact"""
+        logits: Tensor = self.model.forward(self.batch(work, trace), self.caches)
+        for row, count in work:
+            row.computed += count
+        return logits
+
+    def logits(self, tokens: Iterable[int], chunks: Sequence[int] = (), **settings: Any) -> Tensor:
+        """One new sequence in chunks of these lengths (empty: at once). -> [T, vocab]"""
+        row = self.row(tokens, **settings)
+        return torch.cat([self.step([(row, count)]) for count in chunks or [len(row.tokens)]])
+
+
+def make_caches(states: Iterable[StateSpec], n_blocks: int, n_slots: int, block_tokens: int) -> dict[str, Cache]:
+    """Filled with noise, as memory that other sequences used is."""
+    caches = {}
+    noise = torch.Generator().manual_seed(7)
+    for state in states:
+        paged = state.kind == "paged"
+        grain = block_tokens // state.ratio if paged else state.entries
+        size = (n_blocks if paged else n_slots, grain * state.format.entry_bytes)
+        pool = torch.randint(0, 120, size, dtype=torch.uint8, generator=noise)
+        caches[state.name] = Cache(pool, state.format, grain)
+    return caches
+
+
+def load_weights(path: Path, model: DeepseekV41) -> dict[str, Weight]:
+    """An unpacked checkpoint, in the types that the model asks for."""
+    tensors = load_file(path)
+    act = torch.float32 if model.context.compute == "float32" else torch.bfloat16
+    return {
+        spec.name: tensors[spec.name].to(torch.float32 if spec.dtype == "float32" else act) for spec in model.tensors()
+    }
+
+
+def make_rig(
+    golden: ModelGolden,
+    *,
+    weights: Mapping[str, Weight] | None = None,
+    exact: bool = False,
+    n_slots: int = 8,
+    **settings: Any,
+) -> Rig:
+    """settings: of ModelContext; cache "quantised" is qon of the golden data, "plain" is qoff."""
+    tokenizer = golden.folder / "tokenizer.json"
+    settings = {"block_tokens": 16, "slack_tokens": 5, "compute": "float32"} | settings
+    context = ModelContext(tokenizer=VocabTokenizer(tokenizer) if tokenizer.exists() else None, **settings)
+    model = DeepseekV41(golden.config, reference_ops(exact, context.compute), context)
+    model.load(load_weights(golden.folder / "model.safetensors", model) if weights is None else weights)
+    rig = Rig(model, context)
+    rig.caches = make_caches(model.states(), n_slots * rig.blocks_per_row + 1, n_slots, context.block_tokens)
+    return rig
