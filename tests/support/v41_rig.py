@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import torch
 from golden import ModelGolden
+from safetensors.torch import load_file
+from torch import Tensor
+
 from headrace.contracts import Tokenizer
 from headrace.modeling import Batch, Cache, ModelContext, StateSpec, Weight
 from headrace.ops import KernelContext, Ops
 from headrace_plugins.models.deepseek_v41.model import DeepseekV41
 from headrace_plugins.reference.specs import kernels
-from safetensors.torch import load_file
-from torch import Tensor
 
 
 def reference_ops(exact: bool = False, compute: Literal["float32", "bfloat16"] = "float32") -> Ops:

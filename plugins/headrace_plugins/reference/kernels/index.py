@@ -90,7 +90,7 @@ def _score_tokens(
     shared = len(row) == 1 or bool(row[0] == row[1])
     rows = row[:1] if shared else row
     per_entry = q.shape[1] * len(q) + keys.format.width * len(rows)
-    step = EXACT_ENTRIES if exact else min(m, max(EXACT_ENTRIES, SCRATCH // per_entry))
+    step = EXACT_ENTRIES if exact else max(1, min(m, max(EXACT_ENTRIES, SCRATCH // per_entry)))
     for start in range(0, m, step):
         entries = torch.arange(start, start + step, device=q.device)
         wanted = entries.masked_fill(entries >= m, -1).expand(len(rows), -1)
