@@ -56,6 +56,8 @@ class Dense(Model):
         # Qwen2 and Qwen3 configs carry a window that use_sliding_window = false switches off
         if config.get("sliding_window") and config.get("use_sliding_window", name == "MistralForCausalLM"):
             raise _refused(f"sliding_window = {config['sliding_window']}", "only full attention is known")
+        if config.get("quantization_config"):
+            raise _refused(f"quantization_config = {config['quantization_config']}", "only plain weights are known")
         self.inv_freq = _frequencies(config, self.head_dim)
         self.weights: Mapping[str, Weight] = {}
 
@@ -186,16 +188,22 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
         return inv_freq
     if kind not in ("linear", "llama3"):
         raise _refused(f"rope type '{kind}'", "known: default, linear, llama3")
-    factor = float(scaling["factor"])
     if kind == "linear":
-        return inv_freq / factor
-    return _llama3(inv_freq, factor, scaling)
+        return inv_freq / _number(scaling, "factor")
+    return _llama3(inv_freq, scaling)
 
 
-def _llama3(inv_freq: Tensor, factor: float, scaling: Mapping[str, Any]) -> Tensor:
+def _number(scaling: Mapping[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise _refused(f"{key} = {value!r} of the rope scaling", "it must be a number above 0")
+    return float(value)
+
+
+def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Long waves are slowed down by `factor`, short ones kept, those between interpolated (the Llama 3.1 release)."""
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
+    factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = _number(scaling, "original_max_position_embeddings")
     waves = 2 * math.pi / inv_freq
     smooth = (original / waves - low) / (high - low)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
