@@ -41,7 +41,7 @@ class TokenizerConformance:
         if not self.exact:
             pytest.skip("exact is False")
         back = self._text(tokenizer, tokenizer.encode(text, add_bos=False))
-        assert back.removeprefix(" ") == text.removeprefix(" ")
+        assert back in (text, " " + text), "a blank in front is all that a tokenizer may add"
 
     def test_empty_text(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.encode("", add_bos=False) == []
