@@ -99,7 +99,8 @@ def _score_tokens(
         dots = torch.matmul(q, tile[0]) if shared and not exact else torch.bmm(q, tile.expand(len(q), -1, -1))
         found = torch.bmm(weights, dots.relu_()).squeeze(1)
         found.masked_fill_(entries >= visible.unsqueeze(1), _NONE)
-        scores[tokens, start : start + step] = found[:, : m - start].to(scores.dtype)
+        end = min(start + step, m)
+        scores[tokens, start:end] = found[:, : end - start].to(scores.dtype)
 
 
 def equal_rows(row: Tensor, scratch: int) -> Iterator[Tensor]:
