@@ -55,6 +55,14 @@ def headrace_models() -> Iterable[ArchSpec]:
         requires=("torch",),
         install="pip install 'headrace[torch]'",
     )
+    yield ArchSpec(
+        name="deepseek_v41",
+        architectures=("DeepseekV41ForCausalLM",),
+        factory="headrace_plugins.models.deepseek_v41.model:DeepseekV41",
+        summary="DeepSeek-V4.1: text backbone and draft stages",
+        requires=("torch",),
+        install="pip install 'headrace[torch]'",
+    )
 
 
 @hookimpl

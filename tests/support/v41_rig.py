@@ -6,7 +6,6 @@ Needs torch, which its users ask for first.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,11 @@ from golden import ModelGolden
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.contracts import Tokenizer
-from headrace.modeling import Batch, Cache, ModelContext, StateSpec, Weight
+from headrace.modeling import Batch, Cache, ModelContext, Quantised, StateSpec, Weight
 from headrace.ops import KernelContext, Ops
+from headrace_plugins.hf_tokenizer import load_tokenizer
 from headrace_plugins.models.deepseek_v41.model import DeepseekV41
+from headrace_plugins.reference.kernels.formats import unpack
 from headrace_plugins.reference.specs import kernels
 
 
@@ -33,37 +33,6 @@ def reference_ops(exact: bool = False, compute: Literal["float32", "bfloat16"] =
             module, _, name = spec.factory.partition(":")
             chosen[spec.op] = getattr(importlib.import_module(module), name)(context)
     return Ops(chosen)
-
-
-class VocabTokenizer(Tokenizer):
-    """The byte-level tokenizer.json of a golden model, read plainly: what Engram needs of a tokenizer."""
-
-    bos_id = 0
-    eos_ids = frozenset({1})
-
-    def __init__(self, path: Path) -> None:
-        data = json.loads(path.read_text())
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in plain]
-        byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-        self._bytes = {
-            token: bytes(byte_of[char] for char in piece)
-            for piece, token in data["model"]["vocab"].items()
-            if all(char in byte_of for char in piece)
-        }
-        self._bytes |= {token["id"]: token["content"].encode() for token in data["added_tokens"]}
-        self.n_vocab = max(self._bytes) + 1
-
-    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
-        raise NotImplementedError
-
-    def token_bytes(self, token: int) -> bytes:
-        if token not in self._bytes:
-            raise IndexError(token)
-        return self._bytes[token]
-
-    def is_special(self, token: int) -> bool:
-        return token < 3
 
 
 @dataclass
@@ -159,29 +128,40 @@ def make_caches(states: Iterable[StateSpec], n_blocks: int, n_slots: int, block_
     return caches
 
 
-def load_weights(path: Path, model: DeepseekV41) -> dict[str, Weight]:
-    """An unpacked checkpoint, in the types that the model asks for."""
+def load_weights(
+    path: Path, model: DeepseekV41, kept: Literal["dequant", "quantised"] = "dequant"
+) -> dict[str, Weight]:
+    """A checkpoint in the types that the model asks for; packed matrices unpacked, or as they are."""
     tensors = load_file(path)
     act = torch.float32 if model.context.compute == "float32" else torch.bfloat16
-    return {
-        spec.name: tensors[spec.name].to(torch.float32 if spec.dtype == "float32" else act) for spec in model.tensors()
-    }
+    weights: dict[str, Weight] = {}
+    for spec in model.tensors():
+        dtype = torch.float32 if spec.dtype == "float32" else act
+        scales = tensors.get(spec.name.removesuffix("weight") + "scale")
+        if scales is None:
+            weights[spec.name] = tensors[spec.name].to(dtype)
+            continue
+        packed = Quantised(tensors[spec.name].view(torch.uint8), scales.view(torch.uint8), spec.packing, spec.shape)
+        weights[spec.name] = packed if kept == "quantised" else unpack(packed, dtype)
+    return weights
 
 
 def make_rig(
     golden: ModelGolden,
     *,
-    weights: Mapping[str, Weight] | None = None,
+    weights: Literal["dequant", "quantised"] = "dequant",
     exact: bool = False,
     n_slots: int = 8,
     **settings: Any,
 ) -> Rig:
     """settings: of ModelContext; cache "quantised" is qon of the golden data, "plain" is qoff."""
-    tokenizer = golden.folder / "tokenizer.json"
+    tokenizer = None
+    if (golden.folder / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(golden.folder), golden.config["text_config"]["vocab_size"])
     settings = {"block_tokens": 16, "slack_tokens": 5, "compute": "float32"} | settings
-    context = ModelContext(tokenizer=VocabTokenizer(tokenizer) if tokenizer.exists() else None, **settings)
+    context = ModelContext(tokenizer=tokenizer, **settings)
     model = DeepseekV41(golden.config, reference_ops(exact, context.compute), context)
-    model.load(load_weights(golden.folder / "model.safetensors", model) if weights is None else weights)
+    model.load(load_weights(golden.folder / "model.safetensors", model, weights))
     rig = Rig(model, context)
     rig.caches = make_caches(model.states(), n_slots * rig.blocks_per_row + 1, n_slots, context.block_tokens)
     return rig

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,10 +108,8 @@ class Drafter:
         streams, pre = start_streams(ops.embed.lookup(self.embed, tokens.flatten()), config.streams)
         for stage in self.stages:
             x = stage.block.enter(streams, pre)
-            cache = caches[stage.name]
-            streams, pre = stage.block.finish(
-                streams, x, lambda x, stage=stage, cache=cache: stage.attend(x, cache, store, index, rotation), None
-            )
+            attend = partial(stage.attend, ring=caches[stage.name], store=store, index=index, rotation=rotation)
+            streams, pre = stage.block.finish(streams, x, attend, None)
         hidden = ops.mhc.collapse(streams, pre)
         base = ops.linear.dense(ops.norm.rms(hidden, self.norm, config.eps), self.head, wide=True)
         return Draft(base.view(n, gamma, -1), hidden.view(n, gamma, -1))

@@ -28,15 +28,15 @@ WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(
 
 def compress_vocabulary(tokenizer: Tokenizer) -> list[int]:
     """Number of each token's normalised text, in the order of first appearance: tokens that differ only in case,
-    accents or white space share one."""
+    accents or white space share one. -1 for ids that the tokenizer has nothing for."""
     numbers: dict[str, int] = {}
     pieces = _byte_pieces()
     result = []
     for token in range(tokenizer.n_vocab):
-        try:
-            data = tokenizer.token_bytes(token)
-        except IndexError:
-            break
+        data = tokenizer.token_bytes(token)
+        if not data:
+            result.append(-1)
+            continue
         text = data.decode("utf-8", "replace")
         key = "".join(pieces[byte] for byte in data) if "\ufffd" in text else _normalise(text) or text
         result.append(numbers.setdefault(key, len(numbers)))
@@ -104,9 +104,10 @@ class Grams:
     """The n-grams that end at each token, as compressed ids."""
 
     def __init__(self, config: EngramConfig, text: TextConfig, tokenizer: Tokenizer, device: torch.device) -> None:
-        compressed = compress_vocabulary(tokenizer)
+        compressed = compress_vocabulary(tokenizer)[: text.vocab_size]
         found = max(compressed, default=-1) + 1
-        if found != config.compressed_vocab_size or config.pad_token >= len(compressed):
+        self.pad = compressed[config.pad_token] if config.pad_token < len(compressed) else -1
+        if found != config.compressed_vocab_size or self.pad < 0:
             raise ModelError(
                 "HR-MODEL-22",
                 f"the tokenizer has {found} distinct normalised tokens, config.json says engram_compressed_vocab_size"
@@ -114,10 +115,9 @@ class Grams:
                 "use the tokenizer.json that came with the checkpoint",
             )
         self.n = config.max_ngram
-        self.pad = compressed[config.pad_token]
         table = torch.full((text.vocab_size + 2,), self.pad, dtype=torch.int64)
-        n = min(len(compressed), text.vocab_size)
-        table[1 : n + 1] = torch.tensor(compressed[:n])
+        known = torch.tensor(compressed)
+        table[1 : len(known) + 1] = torch.where(known < 0, self.pad, known)
         table[0] = table[-1] = -1
         if text.image_token is not None and text.image_token < text.vocab_size:
             table[text.image_token + 1] = -1
@@ -154,7 +154,9 @@ class Engram:
         self.offsets = self.primes.cumsum(0) - self.primes
         self.multipliers = multipliers(config, self.layer).to(device)
 
-    def __call__(self, streams: Tensor, grams: Tensor, image: Tensor | None, trace: dict | None = None) -> Tensor:
+    def __call__(
+        self, streams: Tensor, grams: Tensor, image: Tensor | None, trace: dict[str, Tensor] | None = None
+    ) -> Tensor:
         """streams: [n, s, H]; grams: [n, max_ngram] int64; image: [n] bool, left unchanged. -> [n, s, H]"""
         ops = self.ops
         rows = ops.engram.hash(grams, self.multipliers, self.primes, self.offsets)

@@ -156,7 +156,7 @@ class DeepseekV41(Model):
         for layer in self.layers:
             index = layer.plan.index
             _trace(step, f"trunk.{index}", streams)
-            if layer.engram is not None:
+            if layer.engram is not None and grams is not None:
                 streams = layer.engram(streams, grams, step.batch.image, step.trace)
             if index in self._targets:
                 taps.append(self.ops.draft.feature(streams))

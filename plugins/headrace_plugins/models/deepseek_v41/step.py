@@ -159,10 +159,11 @@ class Step:
 
     def windows(self, window: int, ring: int, tail: bool = False) -> Windows:
         """tail: what lies before `Batch.tail` is not visible."""
-        tail = tail and self.batch.tail is not None
+        limit = self.batch.tail if tail else None
+        tail = limit is not None
         found = self._windows.get((window, ring, tail))
         if found is None:
-            first = torch.maximum(self.batch.first, self.batch.tail) if tail else self.batch.first
+            first = self.batch.first if limit is None else torch.maximum(self.batch.first, limit)
             found = self._windows[window, ring, tail] = plan_windows(self.ops, self.batch, first, window, ring)
         return found
 
