@@ -108,7 +108,8 @@ def attn_paged_tiled(context: KernelContext) -> Callable[..., Tensor]:
     ) -> Tensor:
         out = torch.empty_like(q, dtype=act)
         for tiles in row_tiles(row, ROW_TILE).split(max(1, SCRATCH // (KEY_TILE * keys.format.width))):
-            _attend_tiles(out, q, tiles, keys, values, table, row, positions, scale, KEY_TILE)
+            if len(tiles):
+                _attend_tiles(out, q, tiles, keys, values, table, row, positions, scale, KEY_TILE)
         return out
 
     return attn_paged
