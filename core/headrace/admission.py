@@ -65,6 +65,13 @@ def _spellings(word: str, executor: Executor) -> Iterable[tuple[int, ...]]:
     return {tuple(encode(text, add_bos=False)) for text in (word, " " + word.lstrip())} - {()}
 
 
+_BOUND = {
+    "slots": "backend.context_tokens",
+    "paged": "backend.kv_tokens if the model itself has a longer context",
+}
+"""What bounds a sequence, by kind of KV."""
+
+
 def admit_request(request: Request, executor: Executor, kv: KVSpace, constraints: ConstraintEngine | None) -> int:
     """Check a request against model, KV and executor; the total token count at which it ends. Raises RequestError."""
     params, model, n_prompt = request.params, executor.model, len(request.prompt_ids)
@@ -79,7 +86,7 @@ def admit_request(request: Request, executor: Executor, kv: KVSpace, constraints
         raise RequestError(
             "HR-REQUEST-03",
             f"the prompt has {n_prompt} tokens, the context holds {context}",
-            "shorten the prompt, or raise backend.context_tokens",
+            f"shorten the prompt, or raise {_BOUND[executor.caps.kv]}",
         )
     if n_prompt + wanted > context:
         raise RequestError(

@@ -39,19 +39,22 @@ class StraightLoop:
                 self.decode_s += time.perf_counter() - started
 
         executor._forward = timed
-        self._forward = real
+        self._executor, self._forward = executor, real
 
     def start(self, prompts: Seq[Seq[int]]) -> list[int]:
         """Forget everything, prefill each prompt on its own and take the first token of each."""
-        n, size = len(prompts), self._block_tokens
-        per = -(-(max(map(len, prompts)) + ROOM_TOKENS) // size)
+        self.reset(len(prompts), max(map(len, prompts)))
+        self._tokens = torch.cat([self.feed(i, prompt)[-1:].argmax(-1) for i, prompt in enumerate(prompts)])
+        return self._tokens.tolist()
+
+    def reset(self, n: int, prompt_tokens: int) -> None:
+        """n empty sequences, for prompts of at most so many tokens."""
+        per = -(-(prompt_tokens + ROOM_TOKENS) // self._block_tokens)
         self._pools = Pools(self._arrangement, n * per, n, 0)
         self._table = torch.arange(n * per).view(n, per)
         self._positions = torch.zeros(n, dtype=torch.int64)
         self._recent = torch.full((n, self._model.history_tokens), -1, dtype=torch.int64)
-        self._tokens = torch.cat([self.feed(i, prompt)[-1:].argmax(-1) for i, prompt in enumerate(prompts)])
         self._rows = torch.arange(n)
-        return self._tokens.tolist()
 
     def feed(self, i: int, tokens: Seq[int]) -> Tensor:
         """Append tokens to sequence i. Returns float32 logits [n, vocab] of all of them."""
@@ -77,6 +80,7 @@ class StraightLoop:
 
     def close(self) -> None:
         self._pools = None
+        self._executor._forward = self._forward
 
     def _run(self, tokens: Tensor, positions: Tensor, row: Tensor, history: Tensor | None) -> Tensor:
         assert self._pools is not None, "start() comes first"
