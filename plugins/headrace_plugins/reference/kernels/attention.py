@@ -17,7 +17,7 @@ from headrace_plugins.reference.kernels.index import SCRATCH, equal_rows, paged_
 
 ROW_TILE = 8
 """Tokens of one row that the exact paged kernel computes together; fewer are padded."""
-KEY_TILE = 128
+KEY_TILE = 64
 """Keys that it takes at a time, at positions that are a multiple of this."""
 
 
@@ -147,9 +147,14 @@ def _attend_tiles(
         seeing = (horizon >= start).nonzero().squeeze(1)
         live = slice(None) if len(seeing) == n_tiles else seeing
         at = torch.arange(start, start + n_keys, device=q.device)
-        wanted = torch.where(at <= horizon[live].unsqueeze(1), at, -1)
-        addresses = paged_addresses(wanted, table, rows[live], keys.grain)
+        # the entries of a row are read once for all its tiles
+        own, place = torch.unique_consecutive(rows[live], return_inverse=True)
+        written = torch.zeros_like(own).scatter_reduce_(0, place, horizon[live], "amax")
+        wanted = torch.where(at <= written.unsqueeze(1), at, -1)
+        addresses = paged_addresses(wanted, table, own, keys.grain)
         tile_keys, tile_values = (_by_head(load(cache, addresses, torch.float32), d) for cache in (keys, values))
+        if len(own) < len(place):
+            tile_keys, tile_values = tile_keys[place], tile_values[place]
         hidden = (at > last[live].unsqueeze(2)).repeat_interleave(heads // kv_heads, 1).unsqueeze(1)
         scores = _products(queries[live], tile_keys.mT).mul_(scale).masked_fill_(hidden, -torch.inf)
         before = most[live]

@@ -19,8 +19,10 @@ def act_dtype(context: KernelContext) -> torch.dtype:
 
 def store(cache: Cache, slots: Tensor, values: Tensor) -> None:
     """Op `kv.store`."""
-    chosen = _last_writes(slots)
-    slots, entries = slots[chosen], pack(cache.format, values[chosen])
+    if not _all_differ(slots):
+        chosen = _last_writes(slots)
+        slots, values = slots[chosen], values[chosen]
+    entries = pack(cache.format, values)
     grains, places = slots // cache.grain, slots % cache.grain
     start = 0
     for section in _sections(cache):
@@ -72,6 +74,14 @@ def compress_pool(context: KernelContext) -> Callable[[Cache, Tensor, Tensor, Te
         return pooled.to(act).masked_fill_((positions % 2 == 0).unsqueeze(1), 0)
 
     return compress_pool
+
+
+def _all_differ(slots: Tensor) -> bool:
+    """Whether few slots, as decoding has them, are known to be all real and different."""
+    if len(slots) > 64:
+        return False
+    known = slots.tolist()
+    return min(known, default=-1) >= 0 and len(set(known)) == len(known)
 
 
 def _last_writes(slots: Tensor) -> Tensor:

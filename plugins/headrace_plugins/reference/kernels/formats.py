@@ -40,9 +40,9 @@ is even, else to the upper, whose bound then lies just below the midpoint."""
 
 def power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
     """The least power of two that isn't below x, for x > 0 in float32. -> (ue8m0 bytes, the same as float32)."""
-    bits = x.contiguous().view(torch.int32)
-    byte = ((bits + 0x7FFFFF) >> 23).clamp_(0, 255).to(torch.uint8)
-    byte = torch.where(x.isfinite(), byte, 255)
+    # round the mantissa up into the exponent; NaN runs over into the sign, beyond 255
+    exponents = x.contiguous().view(torch.int32).add(0x7FFFFF).bitwise_right_shift_(23).bitwise_and_(0x1FF)
+    byte = exponents.clamp_max_(255).to(torch.uint8)
     return byte, decode_ue8m0(byte)
 
 
