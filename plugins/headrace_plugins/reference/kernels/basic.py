@@ -122,10 +122,8 @@ def _multiply(
 ) -> Tensor:  # fmt: skip
     """x weight^T + bias. -> [n, m] like x; float32 without rounding when `wide`."""
     weight = _unpacked(weight, x.dtype)
-    if bias is not None:
-        bias = bias.to(weight.dtype)
-    if weight.dtype == x.dtype and not (wide and x.dtype != torch.float32):
-        return product(x, weight, bias)
+    if weight.dtype == x.dtype and (x.dtype == torch.float32 or not wide):
+        return product(x, weight, None if bias is None else bias.to(x.dtype))
     # A product of bfloat16 numbers is exact in float32, so this is the bfloat16 product before it is rounded.
     parts = [product(x.float(), rows, None) for rows in _widened(weight)]
     y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]

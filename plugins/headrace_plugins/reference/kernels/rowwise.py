@@ -21,6 +21,9 @@ from torch.nn import functional
 ROW_TILE = 8
 """Rows per matrix product of exact kernels. Few enough that a decode step of one row wastes little."""
 
+COLUMN_STEP = 4
+"""Columns of x and weight are padded to a multiple: else, below 12 outputs, a row's place in its tile matters (MKL)."""
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [n, k], weight [m, k], bias [m] or None), one type -> x weight^T + bias [n, m]."""
 
@@ -32,7 +35,9 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """An exact Product: every call of torch's has ROW_TILE rows, the last ones padded by zeros."""
-    n = x.shape[0]
+    n, k = x.shape
+    if k % COLUMN_STEP:
+        x, weight = (torch.constant_pad_nd(each, (0, -k % COLUMN_STEP)) for each in (x, weight))
     if n % ROW_TILE:
         x = torch.constant_pad_nd(x, (0, 0, 0, -n % ROW_TILE))
     else:
