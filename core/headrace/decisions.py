@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headrace.catalog import Entry
+from headrace.catalog import Entry, install_line, missing_packages
 from headrace.config import Chosen, Config
 from headrace.contracts import Executor
 from headrace.hooks import ConstraintSpec, DrafterSpec, ObserverSpec, Spec, StoreSpec, kind_of
-from headrace.selection import Selected
+from headrace.selection import Selected, choose_dialect
 from headrace.types import FALLBACK_SAMPLING, field_names
 
 NEAR_TIES = "identical up to near ties: what shares a step with a request can change its logits in the last bits"
@@ -61,6 +61,7 @@ def decisions(
         else:
             value, why = fallback, "Headrace's default"
         yield Decision(key=f"sampling.{name}", value=str(value), why=why)
+    yield _dialect_decision(config, selected)
     for name, value in config.chat.items():
         yield Decision(key=f"chat.{name}", value=value, why=f"config{config.where(f'chat.{name}')}")
 
@@ -78,8 +79,17 @@ def _backend_decision(config: Config, selected: Selected, executor: Executor) ->
     facts["capabilities"] = {
         key: value for key, value in asdict(executor.caps).items() if value not in ((), {}, frozenset())
     }
-    return Decision(key="backend", value=spec.name, plugin=_label(chosen.entry), why=why, rejected=selected.rejected,
+    return Decision(key="backend", value=spec.name, plugin=label(chosen.entry), why=why, rejected=selected.rejected,
                     facts=facts)  # fmt: skip
+
+
+def _dialect_decision(config: Config, selected: Selected) -> Decision:
+    """What writes chats; a package that it lacks is an error when somebody chats, and no sooner."""
+    architecture = str(selected.fit.facts.get("architecture", ""))
+    entry, why = choose_dialect(selected.catalog, architecture, config.chat.get("template") is not None)
+    missing = missing_packages(entry.spec)
+    facts = {"missing": f"{', '.join(missing)}: {install_line(entry.spec, missing)}"} if missing else {}
+    return Decision(key="chat.dialect", value=entry.spec.name, plugin=_label(entry), why=why, facts=facts)
 
 
 def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec]) -> Decision:
@@ -94,11 +104,12 @@ def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec
         none = "none asked for" if others else f"none asked for, no {kind_of(kind)} is installed"
         return Decision(key=key, value="none", why=none, rejected=others)
     facts = {f"option {option}": value for option, value in _shown(chosen).items()}
-    return Decision(key=key, value=name, plugin=_label(chosen.entry), why=f"config{config.where(f'{key}.use')}",
+    return Decision(key=key, value=name, plugin=label(chosen.entry), why=f"config{config.where(f'{key}.use')}",
                     rejected=others, facts=facts)  # fmt: skip
 
 
-def _label(entry: Entry[Any]) -> str:
+def label(entry: Entry[Any]) -> str:
+    """Plugin, distribution and version behind a record."""
     return f"{entry.plugin.name} ({entry.plugin.dist} {entry.plugin.version})".replace(" )", ")")
 
 

@@ -6,8 +6,8 @@ shapes, types and invariants. `act` is the compute type of the model (float32 or
 that everything before it is computed in float32. A kernel that is `exact` gives every row the same bits whatever rows
 share the call, however many there are.
 
-A backend binds once, when it opens its device: `bind` chooses a kernel per op and returns frozen `Ops`, whose groups
-hold plain callables (`ops.norm.rms`). Nothing is looked up in a step.
+A backend binds once, when it is built: `bind` chooses a kernel per op and returns frozen `Ops`, whose groups hold plain
+callables (`ops.norm.rms`). Nothing is looked up in a step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.contracts import signature_problem
+from headrace.errors import FAULTS, ConfigError, HeadraceError, PluginError, did_you_mean, why
 
 if TYPE_CHECKING:
     from headrace.hooks import KernelSpec
@@ -27,20 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpContract:
+    """One op: what a kernel has to accept, and what it promises."""
+
     name: str
     signature: inspect.Signature
     text: str
 
 
-OPS: dict[str, OpContract] = {}
-"""Every op, by name."""
-
-
-def _op(declaration: Callable[..., Any]) -> Callable[..., Any]:
+def _op(declaration: Callable[..., Any]) -> OpContract:
     group, _, verb = declaration.__name__.partition("_")
-    name = f"{group}.{verb}"
-    OPS[name] = OpContract(name, inspect.signature(declaration), inspect.getdoc(declaration) or "")
-    return declaration
+    return OpContract(f"{group}.{verb}", inspect.signature(declaration), inspect.getdoc(declaration) or "")
 
 
 # --- norms, rotations, linear layers ---------------------------------------------------------------------------------
@@ -261,6 +260,12 @@ def sample_step(plan: StepPlan, logits: Any, masks: MaskBatch | None) -> StepRes
     of every sampled position, in plan order; may be overwritten."""
 
 
+OPS: Mapping[str, OpContract] = MappingProxyType(
+    {each.name: each for each in list(vars().values()) if isinstance(each, OpContract)}
+)
+"""Every op, by name."""
+
+
 # --- binding ---------------------------------------------------------------------------------------------------------
 
 
@@ -272,8 +277,12 @@ class KernelContext:
     device: str
     compute: Literal["float32", "bfloat16"] = "float32"
     exact: bool = False
+    """Only exact kernels may be bound."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the backend knows of device and model: "arch", "head_dim", ..."""
+
+    def __str__(self) -> str:
+        return f"{'exact ' if self.exact else ''}{self.compute} on '{self.device}'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +294,8 @@ class Candidate:
     """Plugin, distribution and version."""
     load: Callable[[str], Any]
     """load("module:attribute") imports it, PluginError when that fails."""
+    missing: tuple[str, ...] = ()
+    """Packages of spec.requires that are not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,27 +310,36 @@ class BoundOp:
     """(kernel, why it lost)"""
 
 
-class Ops:
+class _Frozen:
+    """Attributes set once, plain ones: reading them costs nothing."""
+
+    def __init__(self, values: Mapping[str, Any], absent: str) -> None:
+        self.__dict__.update(values, _absent=absent)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"op '{self._absent.format(name)}' was not bound; the model must name it in `needs`")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("ops are bound once")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+
+class Ops(_Frozen):
     """Bound kernels: `ops.norm.rms(...)`. Frozen."""
 
-    __slots__ = ("_groups", "bound")
+    bound: tuple[BoundOp, ...]
+    """What was chosen, in the order that was asked for."""
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]], bound: Iterable[BoundOp] = ()) -> None:
-        groups: dict[str, dict[str, Callable[..., Any]]] = {}
+        groups: dict[str, dict[str, Any]] = {}
         for name, kernel in kernels.items():
             group, _, verb = name.partition(".")
             groups.setdefault(group, {})[verb] = kernel
-        object.__setattr__(self, "_groups", {name: SimpleNamespace(**verbs) for name, verbs in groups.items()})
-        object.__setattr__(self, "bound", tuple(bound))
-
-    def __getattr__(self, group: str) -> Any:
-        try:
-            return self._groups[group]
-        except KeyError:
-            raise AttributeError(f"no op of the group '{group}' was bound; the model must name it in `needs`") from None
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("Ops are bound once")
+        frozen = {group: _Frozen(verbs, group + ".{}") for group, verbs in groups.items()}
+        super().__init__({**frozen, "bound": tuple(bound)}, "{}.*")
 
 
 def bind(
@@ -328,7 +348,152 @@ def bind(
     context: KernelContext,
     overrides: Mapping[str, str] | None = None,
 ) -> Ops:
-    """Choose a kernel for every needed op: the one that `overrides` names, else the highest priority of those that
-    serve the context (and are exact if it asks for that). Raises ConfigError that lists the candidates of every op
-    that none serves, PluginError for a kernel whose signature is wrong."""
-    raise NotImplementedError
+    """Choose a kernel for every needed op and make it: the one that `overrides` (op -> kernel name) names, else the
+    highest priority of those that serve the context, ties by name. Only the chosen ones are imported.
+
+    ConfigError, with every op that no kernel serves (HR-OPS-01) and every override that names no op (02), no kernel
+    (03) or one that can't serve (04). PluginError: a kernel that can't be loaded or made, or has another signature than
+    its op (05); two plugins offer the chosen kernel (06); an op that doesn't exist is needed (07).
+    """
+    overrides = overrides or {}
+    wanted = tuple(dict.fromkeys(needed))
+    offered: dict[str, list[Candidate]] = {name: [] for name in OPS}
+    for candidate in sorted(candidates, key=lambda each: (-each.spec.priority, each.spec.name)):
+        offered.get(candidate.spec.op, []).append(candidate)
+    for name in wanted:
+        if name not in OPS:
+            raise PluginError("HR-OPS-07", f"the model needs the op '{name}', which this headrace does not have",
+                              f"{did_you_mean(name, OPS)}ops: {', '.join(OPS)}")  # fmt: skip
+    problems = _override_problems(overrides, offered)
+    chosen: list[tuple[Candidate, BoundOp]] = []
+    for name in wanted:
+        found = _choose(name, offered[name], context, overrides.get(name))
+        if isinstance(found, HeadraceError):
+            problems.append(found)
+        elif found is not None:
+            chosen.append(found)
+    if problems:
+        first = problems[0]
+        raise ConfigError(first.code, first.message, first.help, problems)
+    return Ops({each.op: _make(candidate, context) for candidate, each in chosen}, (each for _, each in chosen))
+
+
+def _override_problems(overrides: Mapping[str, str], offered: Mapping[str, list[Candidate]]) -> list[HeadraceError]:
+    """Names that lead nowhere, whether the model needs the op or not."""
+    problems: list[HeadraceError] = []
+    for op, kernel in overrides.items():
+        asked = f"kernel '{kernel}' was chosen for op '{op}'"
+        if op not in OPS:
+            help = f"{did_you_mean(op, OPS)}ops: {', '.join(OPS)}"
+            problems.append(ConfigError("HR-OPS-02", f"{asked}, and there is no such op", help))
+            continue
+        names = sorted({each.spec.name for each in offered[op]})
+        if kernel not in names:
+            help = f"{did_you_mean(kernel, names)}kernels of {op}: {', '.join(names) or 'none is installed'}"
+            problems.append(ConfigError("HR-OPS-03", f"{asked}, and no plugin offers it", help))
+    return problems
+
+
+def _choose(
+    op: str, candidates: list[Candidate], context: KernelContext, asked: str | None
+) -> tuple[Candidate, BoundOp] | HeadraceError | None:
+    """The kernel of one op, or what is wrong; None when the override names none that exists (told elsewhere).
+    candidates: best first."""
+    best: Candidate | None = None
+    lost: list[tuple[Candidate, str]] = []
+    for each in candidates:
+        if asked is not None and each.spec.name != asked:
+            lost.append((each, f"the config chose '{asked}'"))
+        elif best is not None:
+            order = "comes later by name" if each.spec.priority == best.spec.priority else "lower"
+            lost.append((each, f"priority {each.spec.priority}, {order}"))
+        elif problem := _unfit(each, context):
+            lost.append((each, problem))
+        else:
+            best = each
+    if best is None:
+        return _unserved(op, lost, context, asked)
+    twins = [each for each in candidates if each.spec.name == best.spec.name]
+    if len(twins) > 1:
+        owners = " and ".join(each.source for each in twins)
+        return PluginError(
+            "HR-OPS-06", f"kernel '{best.spec.name}' of op '{op}' is offered by more than one plugin: {owners}",
+            "disable one of them: [plugins] disable = [...]",
+        )  # fmt: skip
+    rank = f"priority {best.spec.priority}" + (", the only one" if len(candidates) == 1 else "")
+    reason = "the config chose it" if asked is not None else rank
+    if context.exact:
+        reason += ", exact"
+    return best, BoundOp(op, best.spec.name, best.source, reason, tuple((each.spec.name, text) for each, text in lost))
+
+
+def _unfit(candidate: Candidate, context: KernelContext) -> str:
+    """Why a kernel can't serve, "" when it can. A predicate that fails is a reason too, told with the rejected ones."""
+    spec = candidate.spec
+    if context.exact and not spec.exact:
+        return "not exact"
+    if candidate.missing:
+        return f"needs {', '.join(candidate.missing)}, not installed"
+    if spec.when is None:
+        return ""
+    try:
+        answer = candidate.load(spec.when)(context)
+    except FAULTS as error:
+        return f"its predicate failed with {why(error)}"
+    return answer if isinstance(answer, str) else f"its predicate answered {answer!r:.60} instead of a text"
+
+
+def _unserved(
+    op: str, lost: list[tuple[Candidate, str]], context: KernelContext, asked: str | None
+) -> ConfigError | None:
+    named = [(each, problem) for each, problem in lost if asked in (None, each.spec.name)]
+    if asked is not None and not named:
+        return None
+    told = "; ".join(f"{each.spec.name} of {each.source} ({problem})" for each, problem in named)
+    helps = [f"pip install {' '.join(each.missing)}" if not each.spec.install else each.spec.install
+             for each, problem in named if each.missing and problem != "not exact"]  # fmt: skip
+    if any(problem == "not exact" for _, problem in named):
+        helps.append("determinism = 'seeded' takes kernels that are not exact")
+    if asked is not None:
+        helps.append(f"or leave the choice for {op} out")
+        return ConfigError("HR-OPS-04", f"the kernel chosen for op '{op}' can't serve {context}: {told}",
+                           "; ".join(helps))  # fmt: skip
+    message = f"no kernel serves op '{op}' as {context}; candidates: {told or 'none is installed'}"
+    return ConfigError("HR-OPS-01", message, "; ".join(helps) or "see `headrace plugins list` for what is installed")
+
+
+def _make(candidate: Candidate, context: KernelContext) -> Callable[..., Any]:
+    """The callable of a chosen kernel, checked against its op."""
+    spec, contract = candidate.spec, OPS[candidate.spec.op]
+    title = f"kernel '{spec.name}' of op '{spec.op}', from plugin {candidate.source},"
+    help = "report it to its authors, or choose another kernel for this op"
+    try:
+        made = candidate.load(spec.factory)(context)
+    except HeadraceError:
+        raise
+    except FAULTS as error:
+        raise PluginError("HR-OPS-05", f"{title} could not be made: {why(error)}", help) from error
+    if not callable(made):
+        raise PluginError("HR-OPS-05", f"the factory of {title} gave a {type(made).__name__}, not a callable", help)
+    problem = kernel_problem(contract, made)
+    if problem:
+        raise PluginError("HR-OPS-05", f"{title} does not match {spec.op}{contract.signature}: {problem}", help)
+    kernel: Callable[..., Any] = made
+    return kernel
+
+
+def kernel_problem(contract: OpContract, kernel: Callable[..., Any]) -> str:
+    """Why a callable can't be a kernel of the op, judged by its signature; "" when it can. One of a compiled library
+    that has no signature passes."""
+    try:
+        signature = inspect.signature(kernel)
+    except (TypeError, ValueError):
+        return ""
+    problem = signature_problem(contract.signature, signature)
+    if problem:
+        return problem
+    for name, param in contract.signature.parameters.items():
+        got = signature.parameters.get(name)
+        if got is not None and param.default is not param.empty and got.default != param.default:
+            return f"parameter '{name}' defaults to {got.default!r}, not {param.default!r}"
+    return ""

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.catalog import Catalog, Entry
+from headrace.catalog import Catalog, Entry, missing_packages
 from headrace.config import Config, raise_problems
 from headrace.contracts import ConstraintEngine, Contract, Drafter, Executor, KVSpace, Observer, Tokenizer
-from headrace.decisions import NEAR_TIES, Decision, decisions
-from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
-from headrace.hooks import BackendSpec, DrafterSpec
+from headrace.decisions import NEAR_TIES, Decision, decisions, label
+from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, did_you_mean, why
+from headrace.hooks import ArchSpec, BackendSpec, DrafterSpec
+from headrace.ops import Candidate
 from headrace.selection import Selected, select, unserved
 from headrace.types import BuildContext, Capabilities, ModelSpec
 
@@ -129,17 +131,54 @@ def _make(catalog: Catalog, entry: Entry[Any], contract: type[T], *args: Any) ->
 
 
 def _make_executor(config: Config, selected: Selected, report: Report | None) -> Executor:
+    catalog = selected.catalog
     context = BuildContext(
         engine=config.engine,
         machine=selected.machine,
         determinism=config.determinism,
-        **({"report": report} if report else {}),
+        report=report or (lambda phase, fraction: None),
+        kernels=lambda device: _kernels(catalog, device),
+        architecture=lambda name: _architecture(catalog, name),
     )
     backend = selected.backend
     executor: Executor = _make(
-        selected.catalog, backend.entry, Executor, selected.source, backend.options, context  # type: ignore[type-abstract]
+        catalog, backend.entry, Executor, selected.source, backend.options, context  # type: ignore[type-abstract]
     )  # fmt: skip
     return executor
+
+
+def _kernels(catalog: Catalog, device: str) -> tuple[Candidate, ...]:
+    """Every kernel for a device kind, as `headrace.ops.bind` takes them."""
+    return tuple(
+        Candidate(
+            spec=entry.spec,
+            source=label(entry),
+            load=partial(catalog.load_object, entry=entry),
+            missing=tuple(missing_packages(entry.spec)),
+        )
+        for entry in catalog.kernels(device)
+    )
+
+
+def _architecture(catalog: Catalog, name: str) -> Any:
+    """The factory of the model that config.json names. ModelError when no plugin knows it."""
+    entries = catalog.specs(ArchSpec)
+    match [entry for entry in entries if name in entry.spec.architectures]:
+        case [entry]:
+            return catalog.load_object(entry.spec.factory, entry)
+        case []:
+            known = sorted({each for entry in entries for each in entry.spec.architectures})
+            lines = [did_you_mean(name, known) + f"known: {', '.join(known) or 'none'}"]
+            lines += [f"plugin {plugin} is broken, so what it offers is missing" for plugin in catalog.broken()]
+            raise ModelError(
+                "HR-MODEL-03", f"no plugin knows the architecture '{name}' of the model", "\n  ".join(lines)
+            )
+        case several:
+            owners = " and ".join(str(entry) for entry in several)
+            raise PluginError(
+                "HR-PLUGIN-04", f"the architecture '{name}' is claimed by more than one model: {owners}",
+                f"disable one of them: --no-plugin {several[-1].plugin.name}, or [plugins] disable = [...]",
+            )  # fmt: skip
 
 
 def _open(executor: Executor, selected: Selected) -> None:
