@@ -93,6 +93,8 @@ def _folder_format(path: str) -> str:
             f"{path} is a folder with {len(ggufs)} GGUF files",
             f"name one: {os.path.join(path, ggufs[0])}",
         )
+    if "config.json" in names:  # its backend says what is missing, or needs no weights
+        return "safetensors"
     raise ModelError(
         "HR-SOURCE-03", f"{path} is a folder without a model", "name a .gguf file or a folder of safetensors"
     )

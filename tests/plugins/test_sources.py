@@ -78,6 +78,12 @@ def test_folders(tmp_path):
     source = resolve(str(tmp_path))
     assert source is not None
     assert source.format == "safetensors"
+    (tmp_path / "model.safetensors").unlink()
+    assert error_of(str(tmp_path)).code == "HR-SOURCE-03", "many folders of GGUF files have a config.json"
+    (tmp_path / "x.gguf").unlink()
+    source = resolve(str(tmp_path))
+    assert source is not None
+    assert source.format == "safetensors", "its backend knows what is missing"
 
 
 def test_what_is_not_there(tmp_path):
