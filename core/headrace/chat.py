@@ -23,11 +23,8 @@ KEPT = ("stop", "length")
 """An answer that ends otherwise (abort, deadline, error) leaves the history as it was."""
 
 
-DIALECT = "jinja"
-
-
 class ChatFormat(Protocol):
-    """What a dialect's `chat_format(source, origin, tokenizer)` gives: turns messages into a prompt. Any thread."""
+    """What a dialect's `chat_format(source, origin, tokenizer)` gives: messages to a prompt, and back. Any thread."""
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], prefill: str = "", arguments: Mapping[str, Any] | None = None
@@ -37,41 +34,60 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def parse(self, text: str, prefill: str = "", arguments: Mapping[str, Any] | None = None) -> Message:
+        """The assistant message that an answer is; text: all of it, `prefill` included. Has role and content, and where
+        the dialect tells them apart "reasoning_content" and "tool_calls"."""
+        ...
+
 
 def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> ChatFormat:
-    """What turns messages into a prompt for this model, made by the "jinja" dialect.
+    """What turns messages into a prompt for this model.
 
-    The template is the argument, else the config's [chat] template, else the one in the model's own metadata. The first
-    two may be a path or the source itself (anything with "{%", "{{" or a line break). Raises RequestError HR-CHAT-01 if
-    there is none.
+    A template is rendered by the "jinja" dialect: the argument, else the config's [chat] template (either may be a path
+    or the source itself: anything with "{%", "{{" or a line break). Without these, a dialect that is made for the
+    model's architecture, else the template in its metadata. Raises RequestError HR-CHAT-01 if there is none,
+    PluginError for a dialect whose packages are missing.
     """
-    from headrace.hooks import DialectSpec
+    from headrace.catalog import missing_packages, needs
+    from headrace.selection import choose_dialect
 
-    source, origin = _find_template(llm, template)
-    entry = llm.catalog.find(DialectSpec, DIALECT)
+    given = _given_template(llm, template)
+    entry, _ = choose_dialect(llm.catalog, llm.pipeline.model.architecture, given is not None)
+    source, origin = given or _own_template(llm, needed=not entry.spec.match)
+    if missing := missing_packages(entry.spec):
+        raise needs(entry, missing)
     made: ChatFormat = llm.catalog.load_object(entry.spec.factory, entry)().chat_format(source, origin, llm.tokenizer)
     return made
 
 
 def has_template(llm: LLM) -> bool:
-    """Does the config or the model name a template?"""
-    return llm.pipeline.config.chat.get("template") is not None or llm.pipeline.model.chat_template is not None
+    """Does the config or the model name a template, or is a dialect made for the model?"""
+    from headrace.selection import choose_dialect
+
+    model = llm.pipeline.model
+    if llm.pipeline.config.chat.get("template") is not None or model.chat_template is not None:
+        return True
+    return bool(choose_dialect(llm.catalog, model.architecture, False)[0].spec.match)
 
 
-def _find_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """(source, where it came from)."""
+def _given_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[str, str] | None:
+    """(source, where it came from) of the user's own, if there is one."""
     configured = llm.pipeline.config.chat.get("template")
     for given, where in ((template, "template argument"), (configured, "[chat] template")):
         if given is not None:
             return _from_user(os.fspath(given), where)
+    return None
+
+
+def _own_template(llm: LLM, needed: bool) -> tuple[str, str]:
     model = llm.pipeline.model
-    if model.chat_template is None:
+    if model.chat_template is None and needed:
         raise RequestError(
             "HR-CHAT-01",
             f"'{model.uri}' has no chat template",
             'give one with [chat] template = "file.jinja" in the config, or use raw completion (`headrace run --raw`)',
         )
-    return model.chat_template, f"the chat template of '{model.uri}'"
+    return model.chat_template or "", f"the chat template of '{model.uri}'"
 
 
 def _from_user(given: str, where: str) -> tuple[str, str]:
@@ -90,7 +106,8 @@ class Chat:
 
     model: an LLM to share, or what LLM takes (then `close()` closes it). system: the system message, else the config's
     [chat] system. template: see `chat_format` for the order. max_turns: older user-assistant pairs are forgotten.
-    arguments: extra template variables, such as `enable_thinking`.
+    arguments: extra template variables, such as `enable_thinking`, or what else the model's dialect takes (`tools`).
+    An answer is kept in the history as its dialect reads it: reasoning and tool calls apart from the content.
 
     One answer at a time: HR-CHAT-03 while another is under way. An answer that fails or is stopped leaves the history
     unchanged.
@@ -185,8 +202,8 @@ class Chat:
         n_forgotten = max(0, len(starts) - (self.max_turns - 1))
         return self._turns[[*starts, len(self._turns)][n_forgotten] :] if n_forgotten else self._turns
 
-    def _keep(self, message: Message, output: Output) -> None:
-        self._turns = [*self._latest(), message, {"role": "assistant", "content": output.text}]
+    def _keep(self, message: Message, output: Output, prefill: str) -> None:
+        self._turns = [*self._latest(), message, self._format.parse(output.text, prefill, self.arguments)]
 
 
 class Answer:
@@ -274,7 +291,7 @@ class Answer:
             raise output.error
         output = prefixed(output, self.prefill) if self.prefill else output
         if self._held and output.finish_reason in KEPT:
-            self._chat._keep(self.message, output)
+            self._chat._keep(self.message, output, self.prefill)
         return output
 
     @contextlib.contextmanager

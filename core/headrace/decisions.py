@@ -9,6 +9,7 @@ from typing import Any
 from headrace.catalog import Entry, install_line, missing_packages
 from headrace.config import Chosen, Config
 from headrace.contracts import Executor
+from headrace.errors import PluginError
 from headrace.hooks import ConstraintSpec, DrafterSpec, ObserverSpec, Spec, StoreSpec, kind_of
 from headrace.selection import Selected, choose_dialect
 from headrace.types import FALLBACK_SAMPLING, field_names
@@ -39,9 +40,16 @@ def decisions(
     said = config.where("model") or " (argument)"
     yield Decision(key="model", value=selected.source.uri, why=f"config{said}", facts=dict(selected.fit.facts))
     yield _backend_decision(config, selected, executor)
+    yield from (
+        Decision(key=f"ops.{each.op}", value=each.kernel, plugin=each.source, why=each.why, rejected=each.rejected)
+        for each in executor.bound()
+    )
     promise = "identical whatever shares its steps" if caps.row_invariant else NEAR_TIES
+    facts: dict[str, Any] = {"same request, same seed": promise}
+    if caps.approximations:
+        facts["but approximate"] = "; ".join(caps.approximations)
     asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
-    yield Decision(key="determinism", value=config.determinism, why=asked, facts={"same request, same seed": promise})
+    yield Decision(key="determinism", value=config.determinism, why=asked, facts=facts)
     for key, kind in (("drafter", DrafterSpec), ("constraints", ConstraintSpec), ("store", StoreSpec)):
         yield _part_decision(config, selected, key, kind)
     for choice in config.observers:
@@ -77,19 +85,24 @@ def _backend_decision(config: Config, selected: Selected, executor: Executor) ->
     facts |= {f"option {key}": value for key, value in _shown(chosen).items()}
     facts |= executor.describe()
     facts["capabilities"] = {
-        key: value for key, value in asdict(executor.caps).items() if value not in ((), {}, frozenset())
+        key: value
+        for key, value in asdict(executor.caps).items()
+        if key != "approximations" and value not in ((), {}, frozenset())
     }
     return Decision(key="backend", value=spec.name, plugin=label(chosen.entry), why=why, rejected=selected.rejected,
                     facts=facts)  # fmt: skip
 
 
 def _dialect_decision(config: Config, selected: Selected) -> Decision:
-    """What writes chats; a package that it lacks is an error when somebody chats, and no sooner."""
+    """What writes chats. None, or a package that it lacks, is an error when somebody chats, and no sooner."""
     architecture = str(selected.fit.facts.get("architecture", ""))
-    entry, why = choose_dialect(selected.catalog, architecture, config.chat.get("template") is not None)
+    try:
+        entry, why = choose_dialect(selected.catalog, architecture, config.chat.get("template") is not None)
+    except PluginError as error:
+        return Decision(key="chat.dialect", value="none", why=error.message)
     missing = missing_packages(entry.spec)
     facts = {"missing": f"{', '.join(missing)}: {install_line(entry.spec, missing)}"} if missing else {}
-    return Decision(key="chat.dialect", value=entry.spec.name, plugin=_label(entry), why=why, facts=facts)
+    return Decision(key="chat.dialect", value=entry.spec.name, plugin=label(entry), why=why, facts=facts)
 
 
 def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec]) -> Decision:

@@ -110,9 +110,10 @@ class StoreSpec(Spec):
 class DialectSpec(Spec):
     """factory() -> dialect: how the chats of a model family are written. It has
     `chat_format(source, origin, tokenizer) -> headrace.chat.ChatFormat`; source: the template's text, origin: where it
-    came from, for error texts."""
+    came from, for error texts (both are of the model, and may be empty, where `match` made the choice)."""
 
     match: tuple[str, ...] = ()
+    """Architectures (`ModelSpec.architecture`) whose chats it writes without a template. None: it is for templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class HookSpecs:
 
         @hookimpl
         def headrace_dialects():
-            yield DialectSpec(name="mine", factory="mine.dialect:Mine", match=("<|mine|>",), summary="my family")
+            yield DialectSpec(name="mine", factory="mine.dialect:Mine", match=("MineForCausalLM",), summary="mine")
         """
         return ()
 

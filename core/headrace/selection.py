@@ -13,7 +13,7 @@ from typing import Any
 from headrace.catalog import Catalog, Entry, extras, install_line, missing_packages
 from headrace.config import Choice, Chosen, Config, check_disabled, check_options, choose, raise_problems
 from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
-from headrace.hooks import BackendSpec
+from headrace.hooks import BackendSpec, DialectSpec
 from headrace.machine import probe_machine
 from headrace.types import Fit, MachineInfo, ModelSource, Reject
 
@@ -58,6 +58,27 @@ def select(config: Config, catalog: Catalog | None) -> Selected:
     _check_asked(config, backend)
     return Selected(catalog=catalog, source=source, machine=machine, backend=backend, fit=fit, rejected=rejected,
                     parts=parts)  # fmt: skip
+
+
+TEMPLATES = "jinja"
+"""The dialect that renders chat templates."""
+
+
+def choose_dialect(catalog: Catalog, architecture: str, templated: bool) -> tuple[Entry[DialectSpec], str]:
+    """(what writes the chats of a model, why). templated: the user gave a template, which counts more than the model.
+    PluginError when two plugins claim the architecture, or none renders templates."""
+    made_for = [entry for entry in catalog.specs(DialectSpec) if architecture in entry.spec.match]
+    if templated:
+        return catalog.find(DialectSpec, TEMPLATES), "a template is given"
+    if not made_for:
+        return catalog.find(DialectSpec, TEMPLATES), "the model's own chat template, if it has one"
+    if len(made_for) > 1:
+        names = " and ".join(f"'{entry.spec.name}' of {entry.plugin}" for entry in made_for)
+        raise PluginError(
+            "HR-PLUGIN-04", f"the chats of {architecture} are written by more than one dialect: {names}",
+            f"disable one of them: --no-plugin {made_for[-1].plugin.name}, or [plugins] disable = [...]",
+        )  # fmt: skip
+    return made_for[0], f"made for {architecture}"
 
 
 Answers = list[tuple[Entry[BackendSpec], Fit | Reject]]

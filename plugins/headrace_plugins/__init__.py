@@ -81,7 +81,14 @@ def headrace_dialects() -> Iterable[DialectSpec]:
         name="jinja",
         factory="headrace_plugins.templates:Jinja",
         summary="chat templates in jinja2, rendered in a bounded sandbox",
-        match=("{%", "{{"),
+    )
+    yield DialectSpec(
+        name="deepseek-v41",
+        factory="headrace_plugins.deepseek_dialect:DeepseekV41",
+        summary="the DSML prompt and tool format of DeepSeek-V4.1, by DeepSeek's own package",
+        match=("DeepseekV41ForCausalLM",),
+        requires=("deepseek_recipe",),
+        install="pip install deepseek-recipe",
     )
 
 

@@ -240,6 +240,10 @@ class ChatFormat:
         text = self.template.render(shielded, values=self._specials, arguments=arguments) + prefill
         return text.replace(mark, "") if mark else text, self._encoder.encode(text, mark)
 
+    def parse(self, text: str, prefill: str = "", arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A template does not say how its answers are read: all of the text is content."""
+        return {"role": "assistant", "content": text}
+
 
 def special_texts(tokenizer: Tokenizer) -> dict[str, str]:
     """bos_token and eos_token as a template prints them."""

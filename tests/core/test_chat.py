@@ -170,6 +170,7 @@ def test_template_precedence(llm: LLM, tmp_path: Path) -> None:
 def test_no_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bare:
         uri = "toy://bare"
+        architecture = "bare"
         chat_template = None
 
     class Pipeline:
