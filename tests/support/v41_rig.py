@@ -131,7 +131,8 @@ def make_caches(states: Iterable[StateSpec], n_blocks: int, n_slots: int, block_
 def load_weights(
     path: Path, model: DeepseekV41, kept: Literal["dequant", "quantised"] = "dequant"
 ) -> dict[str, Weight]:
-    """A checkpoint in the types that the model asks for; packed matrices unpacked, or as they are."""
+    """A checkpoint in the types that the model asks for; packed matrices unpacked, or as they are. A plain tensor that
+    the model wants smaller is cut."""
     tensors = load_file(path)
     act = torch.float32 if model.context.compute == "float32" else torch.bfloat16
     weights: dict[str, Weight] = {}
@@ -139,7 +140,7 @@ def load_weights(
         dtype = torch.float32 if spec.dtype == "float32" else act
         scales = tensors.get(spec.name.removesuffix("weight") + "scale")
         if scales is None:
-            weights[spec.name] = tensors[spec.name].to(dtype)
+            weights[spec.name] = tensors[spec.name][tuple(map(slice, spec.shape))].to(dtype)
             continue
         packed = Quantised(tensors[spec.name].view(torch.uint8), scales.view(torch.uint8), spec.packing, spec.shape)
         weights[spec.name] = packed if kept == "quantised" else unpack(packed, dtype)
@@ -151,16 +152,20 @@ def make_rig(
     *,
     weights: Literal["dequant", "quantised"] = "dequant",
     exact: bool = False,
-    n_slots: int = 8,
+    text: Mapping[str, Any] | None = None,
+    n_slots: int = 16,
     **settings: Any,
 ) -> Rig:
-    """settings: of ModelContext; cache "quantised" is qon of the golden data, "plain" is qoff."""
+    """text: what is different in text_config; settings: of ModelContext, where cache "quantised" is qon of the golden
+    data and "plain" is qoff."""
     tokenizer = None
     if (golden.folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(golden.folder), golden.config["text_config"]["vocab_size"])
     settings = {"block_tokens": 16, "slack_tokens": 5, "compute": "float32"} | settings
     context = ModelContext(tokenizer=tokenizer, **settings)
-    model = DeepseekV41(golden.config, reference_ops(exact, context.compute), context)
+    config = golden.config
+    config["text_config"].update(text or {})
+    model = DeepseekV41(config, reference_ops(exact, context.compute), context)
     model.load(load_weights(golden.folder / "model.safetensors", model, weights))
     rig = Rig(model, context)
     rig.caches = make_caches(model.states(), n_slots * rig.blocks_per_row + 1, n_slots, context.block_tokens)
