@@ -85,6 +85,12 @@ def signature_problem(wanted: inspect.Signature, got: inspect.Signature) -> str:
     shared = [name for name in got.parameters if name in wanted.parameters]
     if shared != list(wanted.parameters):
         return "parameters are in another order"
+    for name, param in wanted.parameters.items():
+        mine = got.parameters[name]
+        if param.default is not param.empty and mine.default is mine.empty:
+            return f"parameter '{name}' has no default"
+        if mine.kind not in (param.kind, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            return f"parameter '{name}' is {mine.kind.description}"
     return ""
 
 
@@ -181,11 +187,16 @@ class KVSpace(Contract):
     @abstractmethod
     def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
         """Give seq a slot and room for all its tokens, reusing a cached prefix: sets seq.slot and seq.computed
-        (at most len(tokens) - 1). False: no room now; nothing changed."""
+        (at most len(tokens) - 1), the tokens that need not be computed. False: no room now; nothing changed."""
 
     @abstractmethod
     def reserve(self, seq: Sequence, upto: int, ops: list[KVOp]) -> bool:
         """Make sure positions [0, upto) can be written. False: no room, nothing changed."""
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Where a part of seq's tokens that would end at `end` had better end, in (seq.computed, end]: a place at which
+        something can be kept for later prefixes. Default: `end`."""
+        return end
 
     @abstractmethod
     def commit(self, seq: Sequence, keep: int, ops: list[KVOp]) -> None:
@@ -194,7 +205,8 @@ class KVSpace(Contract):
 
     @abstractmethod
     def rollback(self, seq: Sequence, ops: list[KVOp]) -> None:
-        """A step failed: only [0, seq.computed) is trusted. May lower seq.computed (to 0 where trims are refused)."""
+        """A step failed: only [0, seq.computed) is trusted. May lower seq.computed (to 0 where trims are refused, to
+        where rings can be had again)."""
 
     @abstractmethod
     def release(self, seq: Sequence, ops: list[KVOp], reuse: bool = True) -> None:
@@ -207,6 +219,14 @@ class KVSpace(Contract):
     @abstractmethod
     def table(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Block table of the given slots for the plan, [R, B] int32, or None."""
+
+    def write_from(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """For the plan: [R] int32, paged writes below this position are suppressed, or None: write all."""
+        return None
+
+    def restorable(self, seq: Sequence) -> int:
+        """Where `admit` could let seq start now, with all of its state exact; 0: nowhere, or not known."""
+        return 0
 
     @abstractmethod
     def used_ratio(self) -> float:

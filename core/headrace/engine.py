@@ -10,6 +10,7 @@ here: the engine holds plain bound objects.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
@@ -85,6 +86,10 @@ class Engine:
             kv, options, n_rows, min(options.max_batch_tokens, caps.max_tokens), self._forget_draft
         )
         self.table = new_table(n_rows)
+        layout = executor.layout
+        self._n_history, self._with_prompts = caps.history_tokens, layout.rerun_tokens > 0
+        self._most_drafts = layout.slack_tokens if layout.has_rings else sys.maxsize
+        """Drafts of one row that can be taken back."""
         self.n_steps = 0
         self.n_drafted = 0
         self.n_accepted = 0
@@ -215,7 +220,15 @@ class Engine:
 
     def _run(self, rows: Rows, started: float) -> None:
         ops, self._ops = self._ops, []
-        plan = build_plan(self.n_steps, rows, self.table, tuple(ops), self.kv)
+        plan = build_plan(
+            self.n_steps,
+            rows,
+            self.table,
+            tuple(ops),
+            self.kv,
+            n_history=self._n_history,
+            with_prompts=self._with_prompts,
+        )
         self._add_rare_columns(plan, rows)
         self.n_steps += 1
         executor, clock = self.executor, self.clock
@@ -467,7 +480,7 @@ class Engine:
 
     def _draft(self, drafter: Drafter, rows: Rows) -> None:
         """Ask the host drafter for every row that is at its end."""
-        most = drafter.max_draft
+        most = min(drafter.max_draft, self._most_drafts)
         seqs: list[Sequence] = []
         views: list[DraftView] = []
         for seq in rows.seqs:
@@ -483,7 +496,7 @@ class Engine:
         """Drafts that a fused drafter made on the device, by row."""
         for r, proposal in proposals.items():
             seq = rows.seqs[r]
-            seq.draft = self._valid(proposal.tokens[: max(0, _draft_room(seq))])
+            seq.draft = self._valid(proposal.tokens[: max(0, min(self._most_drafts, _draft_room(seq)))])
 
     def _valid(self, tokens: Iterable[int]) -> list[int]:
         valid: list[int] = []

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.contracts import KVSpace
-from headrace.types import Fork, Free, KVLayout, KVOp, Request, Sequence, Trim
+from headrace.snapshots import Snapshots
+from headrace.types import Begin, Fork, Free, KVLayout, KVOp, Request, Restore, Sequence, Snapshot, Trim
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +38,18 @@ class PagedSpace(KVSpace):
     Life of a block:  free -> held (ref >= 1) -> cached (ref 0, still indexed, LRU) -> held again, or evicted to free.
     Only full blocks whose KV is committed are indexed, so a shared block is never written. A block's key is
     sha256(parent key + tokens): the same tokens after another prefix have another key.
+
+    A layout may have rings beside the blocks: states of the last positions only, kept per row and overwritten as the
+    row goes on. Blocks alone then let nobody start after a cached prefix. Either the rings were kept too (Snapshot, at
+    the end of a block) and come back exactly, or they are rebuilt: the last tokens before the hit run again, with
+    their writes to the shared blocks suppressed (`write_from`).
+
+        hit without rings     |== cached ==|-- computed ->
+        snapshot at its end   |== cached ==|-- computed ->         Begin, Restore
+        replay                |== cached |~~~~|-- computed ->      Begin; ~ runs again, from `computed` to `write_from`
+
+    A snapshot is asked for once a step has passed the end of a block, and is taken before the next plan's rows run. By
+    then the row may be released and its ring in another's hands: that one's Begin comes later in the same list.
     """
 
     def __init__(self, layout: KVLayout, max_sequences: int, *, prefix_cache: bool = True) -> None:
@@ -44,6 +57,11 @@ class PagedSpace(KVSpace):
         self.n_blocks = layout.n_blocks
         self.prefix_cache = prefix_cache
         self.max_sequences = max_sequences
+        self.has_rings = layout.has_rings
+        self.slack_tokens = layout.slack_tokens
+        self.replay_tokens = layout.replay_tokens
+        self.rerun_tokens = layout.rerun_tokens
+        self.n_snapshots = layout.n_snapshots if self.has_rings and prefix_cache else 0
         self.reset([])
 
     def reset(self, ops: list[KVOp]) -> None:
@@ -63,6 +81,13 @@ class PagedSpace(KVSpace):
         self._table = np.full((self.max_sequences, max(1, n)), -1, np.int32)
         self._gains = 0
         """Blocks that were indexed, and idle ones that a hit took: each may bring a waiting sequence a block nearer."""
+        self._snapshots = Snapshots(self.n_snapshots)
+        self._high = [0] * self.max_sequences
+        """End of what was ever written to the row's rings: they hold the slack and a window before it."""
+        self._passed = [0] * self.max_sequences
+        """Last end of a block that the row passed."""
+        self._write_from: dict[int, int] = {}
+        """Row -> end of the KV in its blocks, while it computes positions before that end again."""
         self._misfits: dict[Sequence, int] = {}
         """Sequence that found no room -> the room (as `admit` counts it) below which it need not be tried again. Else
         every step would hash the long prompts that wait for a full pool."""
@@ -81,8 +106,8 @@ class PagedSpace(KVSpace):
             return False
         tokens = seq.tokens
         root = root_of(seq.request)
-        chain = [sha256(repr(root).encode("utf-8", "surrogatepass")).digest()]
-        hits = self._match(tokens, root, chain) if use_prefix and self.prefix_cache else []
+        chain = [_root_key(root)]
+        hits = self._hits(seq, root, chain) if use_prefix else []
         need = -(-len(tokens) // self.block_tokens) - len(hits)
         idle_hits = sum(1 for block in hits if self._ref[block] == 0)
         # one block of headroom per sequence that already runs, or admission would cause the next preemption
@@ -100,19 +125,55 @@ class PagedSpace(KVSpace):
             self._ref[block] += 1
         row = self._rows.pop()
         seq.slot = row
-        seq.computed = len(hits) * self.block_tokens
+        seq.computed = valid = len(hits) * self.block_tokens
         self._blocks[row] = hits
         self._chain[row] = chain[: len(hits) + 1]
         self._roots[row] = root
         self._table[row, : len(hits)] = hits
+        if self.has_rings:
+            if not self.n_snapshots:
+                seq.computed = max(0, valid - self.replay_tokens)
+            self._begin(row, seq.computed, valid, hits[-1] if hits and self.n_snapshots else None, ops)
         self._grow(row, need)
         return True
 
-    def _match(self, tokens: list[int], root: Root, chain: list[bytes]) -> list[int]:
-        """Blocks that already hold a prefix of tokens; appends their keys to chain. At least one token stays out,
-        since its logits are needed."""
+    def restorable(self, seq: Sequence) -> int:
+        root = root_of(seq.request)
+        hits = self._hits(seq, root, [_root_key(root)])
+        return 0 if self.has_rings and not self.n_snapshots else len(hits) * self.block_tokens
+
+    def _hits(self, seq: Sequence, root: Root, chain: list[bytes]) -> list[int]:
+        """Blocks after which seq can start, or (replay) up to which it need not write; appends their keys to chain."""
+        if not self.prefix_cache or (self.has_rings and not self.n_snapshots and not self.replay_tokens):
+            return []
+        hits = self._match(seq.tokens, root, chain, self._limit(seq) // self.block_tokens)
+        if self.n_snapshots:
+            while hits and hits[-1] not in self._snapshots:
+                hits.pop()
+        return hits
+
+    def _limit(self, seq: Sequence) -> int:
+        """Where seq must start at the latest: its last token's logits are needed, and the layout may want the end of
+        the prompt (not of what was generated after it, which a preempted sequence computes again) to run."""
+        limit = len(seq.tokens) - 1
+        return min(limit, seq.n_prompt - self.rerun_tokens) if self.rerun_tokens else limit
+
+    def _begin(self, row: int, start: int, valid: int, block: int | None, ops: list[KVOp]) -> None:
+        """The row starts (over) at `start`; its blocks hold KV up to `valid`. block: whose snapshot its rings take."""
+        ops.append(Begin(row))
+        if block is not None:
+            ops.append(Restore(row, 0, self._snapshots.use(block)))
+        self._high[row] = start
+        self._passed[row] = start - start % self.block_tokens
+        if start < valid:
+            self._write_from[row] = valid
+        else:
+            self._write_from.pop(row, None)
+
+    def _match(self, tokens: list[int], root: Root, chain: list[bytes], most: int) -> list[int]:
+        """Blocks that already hold a prefix of tokens, at most so many; appends their keys to chain."""
         size, hits = self.block_tokens, []
-        for i in range((len(tokens) - 1) // size):
+        for i in range(most):
             part = tokens[i * size : (i + 1) * size]
             key = _chained(chain[-1], part)
             block = self._index.get(key)
@@ -128,13 +189,21 @@ class PagedSpace(KVSpace):
 
     def reserve(self, seq: Sequence, upto: int, ops: list[KVOp]) -> bool:
         blocks = self._blocks[seq.slot]
-        if upto <= len(blocks) * self.block_tokens:
-            return True
-        need = -(-upto // self.block_tokens) - len(blocks)
-        if len(self._free) + len(self._cached) < need:
-            return False
-        self._grow(seq.slot, need)
+        if upto > len(blocks) * self.block_tokens:
+            need = -(-upto // self.block_tokens) - len(blocks)
+            if len(self._free) + len(self._cached) < need:
+                return False
+            self._grow(seq.slot, need)
+        if self.has_rings and upto > self._high[seq.slot]:
+            self._high[seq.slot] = upto
         return True
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """The end of the last whole block, where the rings would not hold enough for its snapshot after `end`."""
+        if not self.n_snapshots:
+            return end
+        boundary = end - end % self.block_tokens
+        return boundary if boundary > seq.computed and end - boundary > self.slack_tokens else end
 
     def _grow(self, row: int, n: int) -> None:
         blocks = self._blocks[row]
@@ -154,6 +223,8 @@ class PagedSpace(KVSpace):
             del self._index[key]
         self._key[block] = None
         self._proof[block] = None
+        if self.n_snapshots:
+            self._snapshots.drop(block)
 
     # --- progress --------------------------------------------------------------------------------------------------
 
@@ -171,13 +242,64 @@ class PagedSpace(KVSpace):
                 self._key[block] = key
                 self._proof[block] = (chain[i], part, self._roots[seq.slot])
             chain.append(key)
+        if self.has_rings:
+            self._passes(seq, keep, ops)
+
+    def _passes(self, seq: Sequence, keep: int, ops: list[KVOp]) -> None:
+        """Ask for a snapshot if the row passed the end of a block and its rings still hold all that belongs to it."""
+        row = seq.slot
+        if self._write_from and keep >= self._write_from.get(row, keep + 1):
+            del self._write_from[row]
+        boundary = keep - keep % self.block_tokens
+        if boundary <= self._passed[row]:
+            return
+        self._passed[row] = boundary
+        if not self.n_snapshots or self._high[row] - boundary > self.slack_tokens:
+            return
+        n = boundary // self.block_tokens
+        block = self._indexed(seq, n)
+        if block is None:
+            return
+        if block in self._snapshots:
+            self._snapshots.use(block)
+        else:
+            ops.append(Snapshot(row, 0, self._snapshots.take(block)))
+            self._gains += n
+
+    def _indexed(self, seq: Sequence, n: int) -> int | None:
+        """The block that others find for the n-th committed block of seq: its own, or one with the same content."""
+        chain, size = self._chain[seq.slot], self.block_tokens
+        block = self._index.get(chain[n])
+        part = seq.tokens[(n - 1) * size : n * size]
+        return block if block is not None and self._proven(block, chain[n - 1], part, self._roots[seq.slot]) else None
 
     def rollback(self, seq: Sequence, ops: list[KVOp]) -> None:
-        """Positions from `computed` on are written again before anybody reads them: nothing to do."""
+        """Positions of blocks from `computed` on are written again before anybody reads them. Rings may have lost what
+        lay before `computed`: then the row starts over from a snapshot or by replay, and writes no block again."""
+        row = seq.slot
+        if not self.has_rings or self._high[row] - seq.computed <= self.slack_tokens:
+            return
+        valid = max(seq.computed, self._write_from.get(row, 0))
+        limit = min(valid, self._limit(seq))
+        start, source = 0, None
+        if self.n_snapshots:
+            for n in range(min(len(self._chain[row]) - 1, limit // self.block_tokens), 0, -1):
+                block = self._indexed(seq, n)
+                if block is not None and block in self._snapshots:
+                    start, source = n * self.block_tokens, block
+                    break
+        elif self.replay_tokens:
+            start = max(0, limit - self.replay_tokens)
+        seq.computed = start
+        self._begin(row, start, valid, source, ops)
 
     def release(self, seq: Sequence, ops: list[KVOp], reuse: bool = True) -> None:
         row = seq.slot
         blocks = self._blocks[row]
+        if self.n_snapshots and not reuse:
+            for key in self._chain[row][1:]:  # this row may have made them
+                self._snapshots.drop(self._index.get(key, -1))
+        self._write_from.pop(row, None)
         for block in reversed(blocks):  # tails go to the LRU first, so a chain is evicted from its end
             self._ref[block] -= 1
             if self._ref[block]:
@@ -200,6 +322,12 @@ class PagedSpace(KVSpace):
         width = max((len(self._blocks[slot]) for slot in slots.tolist()), default=0)
         return self._table[slots, :width]
 
+    def write_from(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        found = self._write_from
+        if not found:
+            return None
+        return np.array([found.get(slot, 0) for slot in slots.tolist()], np.int32)
+
     def used_ratio(self) -> float:
         return 1.0 - (len(self._free) + len(self._cached)) / max(1, self.n_blocks)
 
@@ -214,7 +342,10 @@ class PagedSpace(KVSpace):
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             assert seq.computed <= len(blocks) * self.block_tokens, "computed beyond the reserved blocks"
             assert self._table[seq.slot, : len(blocks)].tolist() == blocks, "table differs from the block list"
-            n_committed = seq.computed // self.block_tokens
+            n_committed = max(seq.computed, self._write_from.get(seq.slot, 0)) // self.block_tokens
+            if self.has_rings:
+                ahead = self._high[seq.slot] - seq.computed
+                assert 0 <= ahead <= self.slack_tokens, "the rings lost what the next token reads"
             for i, block in enumerate(blocks):
                 counts[block] += 1
                 assert self._ref[block] == 1 or i < n_committed, "a block that may be written is shared"
@@ -227,6 +358,12 @@ class PagedSpace(KVSpace):
             assert self._proof[block] is not None, "an indexed block has no proof"
         assert all(self._key[block] is not None for block in self._cached), "a cached block is not indexed"
         assert all(self._key[block] is None for block in self._free), "a free block is indexed"
+        assert set(self._write_from) <= rows, "a row that nobody holds computes again"
+        self._snapshots.check(lambda block: self._index.get(self._key[block] or b"") == block)
+
+
+def _root_key(root: Root) -> bytes:
+    return sha256(repr(root).encode("utf-8", "surrogatepass")).digest()
 
 
 def _chained(parent: bytes, tokens: list[int]) -> bytes:

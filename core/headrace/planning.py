@@ -13,8 +13,19 @@ from headrace.scheduler import Rows
 from headrace.types import WANT_TOKEN, KVOp, SamplingTable, Sequence, SparseRows, StepPlan
 
 
-def build_plan(step: int, rows: Rows, table: SamplingTable, ops: tuple[KVOp, ...], kv: KVSpace) -> StepPlan:
-    """The plan of `rows`. A row samples iff it reaches the end of its tokens (and drafts) and wants a token."""
+def build_plan(
+    step: int,
+    rows: Rows,
+    table: SamplingTable,
+    ops: tuple[KVOp, ...],
+    kv: KVSpace,
+    *,
+    n_history: int = 0,
+    with_prompts: bool = False,
+) -> StepPlan:
+    """The plan of `rows`. A row samples iff it reaches the end of its tokens (and drafts) and wants a token.
+
+    n_history: width of `StepPlan.history`, 0 = none. with_prompts: fill `StepPlan.n_prompt`."""
     seqs, lengths, drafts = rows.seqs, rows.lengths, rows.drafts
     tokens: list[int] = []
     index, slot, start, wants, sample = [], [], [], [], []
@@ -50,7 +61,21 @@ def build_plan(step: int, rows: Rows, table: SamplingTable, ops: tuple[KVOp, ...
         sampling=table,
         kv_ops=ops,
         blocks=kv.table(slots),
+        write_from=kv.write_from(slots),
+        history=tokens_before(seqs, n_history) if n_history else None,
+        n_prompt=np.array([seq.n_prompt for seq in seqs], np.int32) if with_prompts else None,
     )
+
+
+def tokens_before(seqs: Iterable[Sequence], n: int) -> NDArray[np.int32]:
+    """[R, n] the tokens before each sequence's `computed`, nearest first, -1 before the start."""
+    flat: list[int] = []
+    for seq in seqs:
+        start = seq.computed
+        if start < n:
+            flat += [-1] * (n - start)
+        flat += seq.tokens[max(0, start - n) : start]
+    return np.ascontiguousarray(np.array(flat, np.int32).reshape(-1, n)[:, ::-1])
 
 
 def next_targets(plan: StepPlan, seqs: Iterable[Sequence]) -> NDArray[np.int32]:

@@ -108,6 +108,8 @@ class Scheduler:
             if n > 1:
                 # every later sequence keeps a token of the budget, so a long prompt starves nobody
                 n = min(n, chunk, max(1, budget - (len(running) - i)))
+                if 1 < pending >= n:
+                    n = self._chunk(seq, n)
             if n <= 0 or budget <= 0:
                 continue
             while not reserve(seq, seq.computed + n, ops):
@@ -124,6 +126,13 @@ class Scheduler:
                 add_length(n)
                 add_draft(n - pending if n > pending else 0)
         return budget
+
+    def _chunk(self, seq: Sequence, n: int) -> int:
+        """How many of the n tokens without drafts that are due to feed."""
+        own = seq.request.prefill_chunk_tokens
+        if own is not None:
+            n = min(n, own)
+        return self.kv.chunk_end(seq, seq.computed + n) - seq.computed
 
     def _make_way(self, ops: list[KVOp], ready: Callable[[Sequence], bool]) -> None:
         """Preempt one running sequence of lower priority for the first in line, if that one found no room."""
@@ -172,7 +181,7 @@ class Scheduler:
             seq.index = self._indices.pop()
             insort(self.running, seq, key=_ARRIVAL)
             admitted(seq)
-            n = min(len(seq.tokens) - seq.computed, budget, self.options.prefill_chunk_tokens)
+            n = self._chunk(seq, min(len(seq.tokens) - seq.computed, budget, self.options.prefill_chunk_tokens))
             if not self.kv.reserve(seq, seq.computed + n, ops):  # admit() made room for all of its tokens
                 raise AssertionError("admitted without room")
             budget -= n

@@ -86,8 +86,8 @@ class Fit:
     score: int
     why: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, ... The one that is read by
-    name is `sampling_defaults`: what `ModelSpec.sampling_defaults` will be."""
+    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, ... Two are read by name:
+    `sampling_defaults` and `architecture`, what the fields of `ModelSpec` will be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Sequence:
         self.computed = 0
         self.draft: list[int] = []
         self.cached = 0
-        """Prompt tokens whose KV came from a prefix hit at first admission."""
+        """Prompt tokens that a prefix hit saved at first admission: not computed, nor replayed."""
         self.limit = limit
         """Total token count at which the sequence ends with "length"."""
         self.index = -1
@@ -381,13 +381,18 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """Copy the slot's rings, and from which position on they hold anything, to place dst of the snapshots."""
+
     slot: int
     group: int
+    """Which set of rings; 0 = all of them."""
     dst: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
+    """Make the slot's rings what a snapshot kept."""
+
     slot: int
     group: int
     src: int
@@ -408,7 +413,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A sequence starts in this slot: its ring states hold nothing. Restore may follow."""
+    """A sequence starts (or starts over) in this slot: its rings hold nothing before the start of its next row, unless
+    Restore follows."""
 
     slot: int
 
@@ -418,10 +424,12 @@ KVOp = Trim | Fork | Free | CopyBlock | Snapshot | Restore | Load | Save | Begin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
+    """States that are kept in grains of one size. paged: a grain is a block. ring: a grain is what one sequence has of
+    them, the last positions only, in the slot of its row."""
+
     name: str
-    bytes_per_block: int
-    hit: Literal["all", "tail", "exact"] = "all"
-    tail_blocks: int = 0
+    grain_bytes: int
+    kind: Literal["paged", "ring"] = "paged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,7 +449,12 @@ class KVLayout:
     rerun_tokens: int = 0
     """paged: the last n tokens of a prompt always run, a hit ends before them."""
     slack_tokens: int = 0
-    """paged, with rings: a snapshot is whole up to this many tokens after the boundary that it is for."""
+    """paged, with rings: tokens that they hold beyond what the next token reads. So many may be written and taken back
+    (rejected drafts), and a snapshot is whole up to so many tokens after the boundary that it is for."""
+
+    @property
+    def has_rings(self) -> bool:
+        return any(group.kind == "ring" for group in self.groups)
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
@@ -658,7 +671,8 @@ class Capabilities:
     history_tokens: int = 0
     """Tokens before each row's start that plans must carry."""
     approximations: tuple[str, ...] = ()
-    """What makes the same request differ between runs (a prefix hit that is rebuilt approximately): a sentence each."""
+    """What makes the same request differ between runs: a sentence each, with the option behind it as the config writes
+    it, 'a prefix hit rebuilds windows from the tokens before it (backend.prefix = "replay")'."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """SamplingParams field -> why this executor can't honour it (then a request that sets it is refused)."""
 

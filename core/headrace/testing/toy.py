@@ -299,7 +299,7 @@ class ToyPaged(_ToyExecutor):
         **faults: Any,
     ) -> None:
         spec = model.spec()
-        group = KVGroup(name="kv", bytes_per_block=8 * block_tokens)
+        group = KVGroup(name="kv", grain_bytes=8 * block_tokens)
         super().__init__(
             model,
             _caps(model, "paged", max_rows, max_tokens, row_invariant, partial_trim=True, fork=False),

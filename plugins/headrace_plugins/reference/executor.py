@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -163,10 +163,9 @@ class ReferenceExecutor(Executor):
 
     def _layout(self, model: Model, has_rings: bool) -> KVLayout:
         options, sizes = self._options, self._sizes
-        groups = [KVGroup(name="blocks", bytes_per_block=sizes.block_bytes)]
+        groups = [KVGroup(name="blocks", grain_bytes=sizes.block_bytes)]
         if has_rings:
-            hit: Literal["tail", "exact"] = "tail" if options.prefix == "replay" else "exact"
-            groups.append(KVGroup(name="rings", bytes_per_block=sizes.ring_bytes, hit=hit))
+            groups.append(KVGroup(name="rings", grain_bytes=sizes.ring_bytes, kind="ring"))
         # what decides the bytes in a block, beside the weights
         form = (options.compute, options.weights, options.cache, options.quantise_activations, self._block_tokens)
         return KVLayout(

@@ -156,10 +156,10 @@ def test_options_reach_the_layout(dense: Callable[..., str]) -> None:
 
     layout = new_executor(dense(), block_tokens=32, kv_tokens=500).layout
     assert (layout.block_tokens, layout.n_blocks) == (32, 16)
-    per_block = layout.groups[0].bytes_per_block
+    per_block = layout.groups[0].grain_bytes
     assert new_executor(dense(), block_tokens=32, kv_memory=3 * per_block + 1).layout.n_blocks == 3
     half = new_executor(dense(), block_tokens=32, compute="bfloat16").layout
-    assert half.groups[0].bytes_per_block * 2 == per_block
+    assert half.groups[0].grain_bytes * 2 == per_block
     assert half.fingerprint != layout.fingerprint
     bound = new_executor(dense(), determinism="seeded", kernels={"linear.dense": "torch-tiled"}).bound()
     assert {each.op: each.kernel for each in bound}["linear.dense"] == "torch-tiled"
