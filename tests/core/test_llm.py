@@ -218,6 +218,14 @@ def test_logits_use_no_prefix_and_leave_one() -> None:
         assert llm.generate(ids, SHORT).usage.cached_tokens > 0
 
 
+def test_logits_chunks_are_steps() -> None:
+    with load() as llm:
+        lengths: list[int] = []
+        llm.pipeline.executor.on_forward = lambda plan: lengths.append(int(plan.length[0]))  # type: ignore[attr-defined]
+        llm.logits(list(range(97, 97 + 20)), chunk=6)
+        assert lengths == [6, 6, 6, 2]
+
+
 def test_logits_beside_other_requests(llm: LLM) -> None:
     prompts = [f"prompt number {i} of several" for i in range(6)]
     expected = llm.generate(prompts, {"max_tokens": 20})
