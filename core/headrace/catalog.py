@@ -67,7 +67,8 @@ class Entry(Generic[S]):
     plugin: PluginInfo
 
     def __str__(self) -> str:
-        return f"{kind_of(type(self.spec))} '{self.spec.name}' of plugin {self.plugin}"
+        serves = f" for {self.spec.op}" if isinstance(self.spec, KernelSpec) else ""
+        return f"{kind_of(type(self.spec))} '{self.spec.name}'{serves} of plugin {self.plugin}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +135,17 @@ class Catalog:
         return sorted(found, key=lambda entry: (entry.spec.name, entry.plugin.name))
 
     def kernels(self, device: str) -> list[Entry[KernelSpec]]:
-        """Kernels for one device kind, sorted by name. Called once when a worker opened its device."""
+        """Kernels for one device kind, sorted by name. PluginError for a plugin that fails to list its own."""
         found = []
         for plugin in self._working():
             try:
                 specs = list(_records(self.manager, plugin.name, "headrace_kernels", device=device))
             except FAULTS as error:
+                told, help = (str(error), error.help) if isinstance(error, _Broken) else (why(error), "")
+                help += f"{'; ' if help else ''}disable it with --no-plugin {plugin.name}, or report it to its authors"
                 raise PluginError(
-                    "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {why(error)}",
-                    f"disable it with --no-plugin {plugin.name}, or report it to its authors",
-                ) from error  # fmt: skip
+                    "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {told}", help
+                ) from error
             found += [Entry(cast(KernelSpec, spec), plugin) for spec in specs]
         return sorted(found, key=lambda entry: (entry.spec.name, entry.plugin.name))
 
@@ -427,7 +429,8 @@ def _check_record(hook: str, wanted: type[Spec], record: Any) -> None:
             isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         ):
             raise _Broken(f"{hook}: {each.name} = {value!r} of '{record.name}' must be a tuple of strings")
-    targets = {"factory": record.factory, "options": record.options, "probe": getattr(record, "probe", None)}
+    targets = {"factory": record.factory, "options": record.options}
+    targets |= {name: getattr(record, name, None) for name in ("probe", "when")}
     for attribute, target in targets.items():
         if target is None and attribute != "factory":
             continue
@@ -436,12 +439,24 @@ def _check_record(hook: str, wanted: type[Spec], record: Any) -> None:
             raise _Broken(
                 f"{hook}: {attribute} = {target!r} of '{record.name}' is not of the form \"module:attribute\""
             )
+    if isinstance(record, KernelSpec):
+        _check_op(record)
     if isinstance(record, BackendSpec) and not record.formats:
         raise _Broken(f"{hook}: backend '{record.name}' names no model formats, so it could never be chosen")
 
 
+def _check_op(record: KernelSpec) -> None:
+    from headrace.ops import OPS
+
+    if record.op not in OPS:
+        raise _Broken(
+            f"kernel '{record.name}' is for the op '{record.op}', which headrace {__version__} does not have",
+            f"{did_you_mean(record.op, OPS)}ops: {', '.join(OPS)}",
+        )
+
+
 def _collect(info: PluginInfo, manager: pluggy.PluginManager) -> tuple[Spec, ...]:
-    """All records of one plugin. Kernels are left out: they depend on the device (`Catalog.kernels`)."""
+    """All records of one plugin but its kernels, which depend on the device (`Catalog.kernels`)."""
     specs: list[Spec] = []
     for hook, wanted in HOOKS.items():
         if wanted is None or hook == "headrace_kernels":

@@ -353,7 +353,7 @@ def bind(
 
     ConfigError, with every op that no kernel serves (HR-OPS-01) and every override that names no op (02), no kernel
     (03) or one that can't serve (04). PluginError: a kernel that can't be loaded or made, or has another signature than
-    its op (05); two plugins offer the chosen kernel (06); an op that doesn't exist is needed (07).
+    its op (05); the chosen kernel is offered twice (06); an op that doesn't exist is needed (07).
     """
     overrides = overrides or {}
     wanted = tuple(dict.fromkeys(needed))
@@ -417,13 +417,15 @@ def _choose(
     if len(twins) > 1:
         owners = " and ".join(each.source for each in twins)
         return PluginError(
-            "HR-OPS-06", f"kernel '{best.spec.name}' of op '{op}' is offered by more than one plugin: {owners}",
+            "HR-OPS-06", f"kernel '{best.spec.name}' of op '{op}' is offered more than once: by {owners}",
             "disable one of them: [plugins] disable = [...]",
         )  # fmt: skip
-    rank = f"priority {best.spec.priority}" + (", the only one" if len(candidates) == 1 else "")
-    reason = "the config chose it" if asked is not None else rank
-    if context.exact:
-        reason += ", exact"
+    if asked is not None:
+        reason = "the config chose it"
+    elif len(candidates) == 1:
+        reason = "the only one installed"
+    else:
+        reason = f"the highest priority ({best.spec.priority}) that serves {context}"
     return best, BoundOp(op, best.spec.name, best.source, reason, tuple((each.spec.name, text) for each, text in lost))
 
 

@@ -8,6 +8,7 @@ foresees. Hooks are called by the catalog only. What comes out is a frozen recor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, float], None]
 T = TypeVar("T", bound=Contract)
+
+_OPTION = re.compile(r"[a-z_]+(?:\.[a-z_]+)+(?= = )")
+"""An option as `Capabilities.approximations` names it: (backend.prefix = "replay")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +215,17 @@ def _check(config: Config, selected: Selected, caps: Capabilities) -> None:
                 f"determinism = 'batch-invariant'{config.where('determinism')} can't be served: "
                 f"on backend '{name}' the logits of a request depend on what shares its step",
                 f"determinism = 'seeded' is {NEAR_TIES.partition(':')[0]}, {elsewhere}",
+            )
+        )
+    if config.determinism == "batch-invariant" and caps.approximations:
+        options = dict.fromkeys(_OPTION.findall(" ".join(caps.approximations)))
+        edits = f"change {', '.join(options)}" if options else f"change the options of backend '{name}' behind it"
+        problems.append(
+            ConfigError(
+                "HR-CONFIG-10",
+                f"determinism = 'batch-invariant'{config.where('determinism')} can't be served, this is approximate: "
+                + "; ".join(f"'{sentence}'" for sentence in caps.approximations),
+                f"{edits}, or set determinism = 'seeded'",
             )
         )
     drafter = selected.parts.get("drafter")

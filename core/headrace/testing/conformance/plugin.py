@@ -14,7 +14,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from headrace.hooks import API, HOOKS, PROJECT, BackendSpec, CommandSpec, HookSpecs, Spec
+from headrace.hooks import API, HOOKS, PROJECT, BackendSpec, CommandSpec, HookSpecs, KernelSpec, Spec
 from headrace.types import DeviceInfo, Fit, MachineInfo, ModelSource, Reject
 
 HEAVY = ("torch", "torch_npu", "triton", "llama_cpp", "xgrammar", "transformers", "jax", "tensorflow")
@@ -68,8 +68,29 @@ class PluginConformance:
             assert record.name == record.name.strip().lower(), f"{record.name!r}: lower case, no blanks"
             assert record.name
             assert not set(record.name) & set(" =/.,:"), record.name
-            assert (hook, record.name) not in seen, f"{hook} yields {record.name!r} twice"
+            if not isinstance(record, KernelSpec):
+                assert (hook, record.name) not in seen, f"{hook} yields {record.name!r} twice"
             seen.add((hook, record.name))
+
+    def test_kernels_serve_ops(self, plugin: Any) -> None:
+        """Those for the CPU are made, when the packages that they need are here."""
+        from headrace.ops import OPS, KernelContext, kernel_problem
+
+        if not hasattr(plugin, "headrace_kernels"):
+            pytest.skip("offers no kernels")
+        for device in self.devices:
+            seen = set()
+            for record in plugin.headrace_kernels(device) or ():
+                assert record.op in OPS, f"'{record.name}' is for {record.op!r}, which is no op"
+                assert (record.op, record.name) not in seen, f"'{record.name}' twice for {record.op} on {device}"
+                seen.add((record.op, record.name))
+                context = KernelContext(device=device, exact=record.exact)
+                if device != "cpu" or missing(record) or (record.when and load(record.when)(context)):
+                    continue
+                made = load(record.factory)(context)
+                assert callable(made), f"{record.factory} gave {made!r}"
+                problem = kernel_problem(OPS[record.op], made)
+                assert not problem, f"'{record.name}' does not match {record.op}: {problem}"
 
     def test_summaries_are_one_line(self, records: list[tuple[str, Spec]]) -> None:
         for _, record in records:
@@ -136,8 +157,13 @@ def records_of(plugin: Any, devices: tuple[str, ...] = ("cpu",)) -> Iterator[tup
 def installed_only(records: list[tuple[str, Spec]]) -> Iterator[tuple[str, Spec]]:
     """Those whose required packages are here."""
     for hook, record in records:
-        if all(importlib.util.find_spec(name) is not None for name in record.requires):
+        if not missing(record):
             yield hook, record
+
+
+def missing(record: Spec) -> list[str]:
+    """Packages that a record requires and that are not here."""
+    return [name for name in record.requires if importlib.util.find_spec(name) is None]
 
 
 def load(target: str) -> Any:
