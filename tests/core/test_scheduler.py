@@ -576,6 +576,26 @@ def test_logits_of_a_prompt_come_once_whatever_is_run_again(kv: str, fail_at: st
     assert any(wants & WANT_PROMPT_LOGITS for row in seen for wants in row)
 
 
+@pytest.mark.parametrize("kv", ["paged", "slots"])
+def test_logits_of_a_prompt_that_is_preempted_half_way(kv: str) -> None:
+    """What runs again is cut otherwise than the first time, and overlaps what is there."""
+    engine = Setup(kv=kv, prefix_cache=False).engine()
+    prompt = "a prompt of some length, read in pieces"
+    wanted = request("r", prompt, GREEDY, want_logits=True, prefill_chunk_tokens=5)
+    (seq,) = engine.add(wanted)
+    for n_steps, next_budget in ((3, 4), (2, 3), (1, 64)):
+        steps(engine, n_steps)
+        assert 0 < seq.computed < seq.n_prompt
+        engine.scheduler._preempt(engine.scheduler.running.pop(), engine._ops)
+        engine.scheduler.max_batch_tokens = next_budget
+    drain(engine)
+    assert seq.preemptions == 3
+    assert seq.prompt_logits is not None
+    expected = MODEL.logits_from(MODEL.cells(list(prompt.encode()), 0), 0)
+    np.testing.assert_array_equal(seq.prompt_logits.values, expected)
+    assert output([seq]) == plain(wanted)
+
+
 def test_max_tokens_zero_reads_the_prompt_only() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     seq = run(Setup().engine(), [request("r", "just read", params)])["r"][0]
