@@ -136,18 +136,22 @@ class Catalog:
 
     def kernels(self, device: str) -> list[Entry[KernelSpec]]:
         """Kernels for one device kind, sorted by name. PluginError for a plugin that fails to list its own."""
-        found = []
-        for plugin in self._working():
-            try:
-                specs = list(_records(self.manager, plugin.name, "headrace_kernels", device=device))
-            except FAULTS as error:
-                told, help = (str(error), error.help) if isinstance(error, _Broken) else (why(error), "")
-                help += f"{'; ' if help else ''}disable it with --no-plugin {plugin.name}, or report it to its authors"
-                raise PluginError(
-                    "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {told}", help
-                ) from error
-            found += [Entry(cast(KernelSpec, spec), plugin) for spec in specs]
+        found = [entry for plugin in self.plugins for entry in self.kernels_of(plugin, device)]
         return sorted(found, key=lambda entry: (entry.spec.name, entry.plugin.name))
+
+    def kernels_of(self, plugin: PluginInfo, device: str) -> list[Entry[KernelSpec]]:
+        """Kernels of one plugin, in its order; none of one that does not work."""
+        if plugin.status != "ok":
+            return []
+        try:
+            specs = list(_records(self.manager, plugin.name, "headrace_kernels", device=device))
+        except FAULTS as error:
+            told, help = (str(error), error.help) if isinstance(error, _Broken) else (why(error), "")
+            help += f"{'; ' if help else ''}disable it with --no-plugin {plugin.name}, or report it to its authors"
+            raise PluginError(
+                "HR-PLUGIN-01", f"plugin {plugin} failed to list kernels for '{device}': {told}", help
+            ) from error
+        return [Entry(cast(KernelSpec, spec), plugin) for spec in specs]
 
     def find(self, spec_type: type[S], name: str) -> Entry[S]:
         """The one record of that name. PluginError when there is none, or more than one."""
