@@ -35,6 +35,12 @@ class OpContract:
     name: str
     signature: inspect.Signature
     text: str
+    """Shapes, types and invariants."""
+
+    def __str__(self) -> str:
+        """As it is called: rope.apply(x, cos, sin, layout='pairs', inverse=False)."""
+        bare = [each.replace(annotation=each.empty) for each in self.signature.parameters.values()]
+        return f"{self.name}{inspect.Signature(bare)}"
 
 
 def _op(declaration: Callable[..., Any]) -> OpContract:
@@ -197,7 +203,7 @@ def index_score(
     blocks: Tensor | None = None, block: int = 0,
 ) -> Tensor:  # fmt: skip
     """sum_h w_h relu(q_h . k_i) rounded to act, for entries i < visible of the token's own row, else -inf.
-    blocks: only entries of these candidate blocks of `block` entries, others -inf: [n, c] int64, -1 padded.
+    blocks: [n, c] int64, -1 padded: only entries of these candidate blocks of `block` entries, others -inf.
     q: [n, h, d] act; weights: [n, h] act; table: [R, B]; row, visible: [n] int64. -> [n, m] act, m >= max(visible)."""
 
 
@@ -222,8 +228,8 @@ def attn_sparse(
     sink: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention with K = V over entries of two caches together: one softmax over both and a sink logit per head. A row
-    without any key gives 0. q: [n, h, d] act; indices: flat addresses [n, w], [n, k] int64, -1 = none; sink: [h]
-    float32. -> [n, h, d] act."""
+    without any key gives 0. q: [n, h, d] act; window_index: [n, w] int64; compressed_index: [n, k] int64, both flat
+    addresses, -1 = none; sink: [h] float32. -> [n, h, d] act."""
 
 
 @_op
@@ -245,7 +251,7 @@ def draft_feature(streams: Tensor) -> Tensor:
 @_op
 def draft_index(slot: Tensor, positions: Tensor, first: Tensor, window: int, ring: int, gamma: int) -> Tensor:
     """Flat addresses that the gamma draft rows after an anchor at `positions` share: up to `window` entries before it,
-    then gamma of its own. slot, positions, first: [R] int64. -> [R, window + gamma] int64, right-padded by -1."""
+    then gamma of its own. slot, positions, first: [n] int64. -> [n, window + gamma] int64, right-padded by -1."""
 
 
 @_op
@@ -324,7 +330,8 @@ class _Frozen:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("ops are bound once")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("ops are bound once")
 
 
 class Ops(_Frozen):
@@ -479,7 +486,7 @@ def _make(candidate: Candidate, context: KernelContext) -> Callable[..., Any]:
         raise PluginError("HR-OPS-05", f"the factory of {title} gave a {type(made).__name__}, not a callable", help)
     problem = kernel_problem(contract, made)
     if problem:
-        raise PluginError("HR-OPS-05", f"{title} does not match {spec.op}{contract.signature}: {problem}", help)
+        raise PluginError("HR-OPS-05", f"{title} does not match {contract}: {problem}", help)
     kernel: Callable[..., Any] = made
     return kernel
 

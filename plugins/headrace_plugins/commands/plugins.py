@@ -121,11 +121,11 @@ def _show(catalog: Catalog, name: str, json: bool) -> None:
         found = [_plugin(plugin, everything) for plugin in plugins]
         described = [_spec(spec) | {"plugin": plugin.name} | _options(catalog, plugin, spec) for plugin, spec in shown]
         described += [each.as_json() | {"plugin": each.plugin.name} for each in kernels]
-        op = {"op": {"signature": str(contract.signature), "text": contract.text}} if contract else {}
+        op = {"op": {"call": str(contract), "text": contract.text}} if contract else {}
         print(as_json({"name": name, "plugins": found, "offers": described} | op))
         return
     if contract is not None:
-        print(f"op {name}{contract.signature}\n\n{contract.text}")
+        print(f"op {contract}\n\n{contract.text}")
     for plugin in plugins:
         print(f"plugin {plugin.name}: {plugin.dist} {plugin.version}, module {plugin.module}, {plugin.status}")
         if plugin.error:

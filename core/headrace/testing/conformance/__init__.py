@@ -14,6 +14,7 @@ from __future__ import annotations
 from headrace.testing.conformance.constraint import ConstraintConformance
 from headrace.testing.conformance.drafter import DrafterConformance
 from headrace.testing.conformance.executor import ExecutorConformance
+from headrace.testing.conformance.kernel import KernelConformance
 from headrace.testing.conformance.kvspace import KVSpaceConformance
 from headrace.testing.conformance.observer import ObserverConformance
 from headrace.testing.conformance.plugin import PluginConformance
@@ -26,6 +27,7 @@ __all__ = [
     "DrafterConformance",
     "ExecutorConformance",
     "KVSpaceConformance",
+    "KernelConformance",
     "ObserverConformance",
     "PluginConformance",
     "StoreConformance",
