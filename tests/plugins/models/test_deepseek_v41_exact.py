@@ -12,6 +12,8 @@ from golden import model, rel, row_errors  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from v41_rig import Rig, make_rig  # noqa: E402
 
+from headrace_plugins.models.deepseek_v41 import attention  # noqa: E402
+
 MODELS = ["t1", "t2", "t3", "f1", "q1"]
 
 
@@ -65,6 +67,16 @@ def test_neighbours_change_nothing(name: str) -> None:
             parts.setdefault(row.slot, []).append(part)
     for row in (one, two, three):
         assert torch.equal(torch.cat(parts[row.slot]), alone)
+
+
+@pytest.mark.parametrize("name", ["t2", "f1"])
+def test_scoring_in_slices_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long prompts are scored, whose scores would not fit in memory at once."""
+    ids = prompt(name)
+    rig = make_rig(model(name), exact=True)
+    whole = rig.logits(ids)
+    monkeypatch.setattr(attention, "SCORES_PER_SLICE", 100)
+    assert torch.equal(rig.logits(ids), whole)
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4])
