@@ -68,6 +68,13 @@ def test_the_later_value_wins_and_minus_one_writes_nothing(name):
     assert torch.equal(kv_load(cache, torch.arange(8)), expected)
 
 
+def test_the_later_value_wins_in_a_long_call():
+    """As a prefill longer than its ring stores; several threads may write then."""
+    cache, values = make_cache(CacheFormat("float32", 32), 1, 8), torch.randn(8000, 32)
+    kv_store(cache, torch.arange(8000) % 8, values)
+    assert torch.equal(kv_load(cache, torch.arange(8)), values[-8:])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_stores_stay_within_their_entries(name):
     format = CacheFormat(name, 32)

@@ -112,7 +112,7 @@ def test_windows_are_those_of_a_loop(rows):
 
 def test_entries_of_missing_blocks_are_none():
     table = torch.tensor([[4, -1], [2, 7]])
-    got = index_entries(torch.tensor([[0, 3, -1], [0, 3, -1]]), table, torch.tensor([0, 1]), 2)
+    got = index_entries(torch.tensor([[0, 2, -1], [0, 3, -1]]), table, torch.tensor([0, 1]), 2)
     assert got.tolist() == [[8, -1, -1], [4, 15, -1]]
     assert index_entries(torch.empty(0, 3).long(), table, torch.empty(0).long(), 2).shape == (0, 3)
 
@@ -225,12 +225,13 @@ def test_scores_of_nothing(make):
     assert (nowhere == -torch.inf).all()
 
 
+@pytest.mark.parametrize("heads", [1, 3, 4])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_exact_scores_dont_depend_on_neighbours(compute):
+def test_exact_scores_dont_depend_on_neighbours(compute, heads):
     lengths = [*LENGTHS, *range(30, 67)]
     tokens = [*TOKENS, *[1] * 37]
     assert len(lengths) == 45
-    paged, row, visible, q, weights = batch_of(lengths, tokens, 4, 32, compute)
+    paged, row, visible, q, weights = batch_of(lengths, tokens, heads, 32, compute)
     score = kernels.index_score_tiled(context(compute, exact=True))
 
     def run(at):
@@ -305,3 +306,9 @@ def test_candidates_are_the_best_blocks_and_the_last(rows, block, top, data):
         if n:
             scores[(n - 1) // block] = torch.inf
         assert blocks == best_of(scores, top)
+
+
+def test_the_last_block_stays_whatever_the_others_score():
+    scores = torch.tensor([[torch.inf, 0.0, torch.inf, 1.0, 2.0]])
+    assert index_candidates(scores, torch.tensor([5]), 2, 1).tolist() == [[2]]
+    assert index_candidates(scores, torch.tensor([5]), 2, 2).tolist() == [[0, 2]]
