@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -84,17 +84,3 @@ def _history(plan: StepPlan, row: NDArray[np.int64], n: int) -> NDArray[np.int64
     flat = plan.offset[:-1].astype(np.int64)[row][:, None] + np.maximum(back, 0)
     earlier = plan.history[row[:, None], np.clip(-1 - back, 0, n - 1)]
     return np.where(back >= 0, plan.tokens[flat], earlier).astype(np.int64)
-
-
-def cut_drafts(plan: StepPlan, most: int) -> StepPlan:
-    """The plan with at most so many drafts in each row."""
-    dropped = np.maximum(plan.n_draft - most, 0)
-    length = plan.length - dropped
-    within = np.arange(len(plan.tokens)) - np.repeat(plan.offset[:-1], plan.length)
-    kept = within < np.repeat(length, plan.length)
-    offset = np.zeros_like(plan.offset)
-    np.cumsum(length, out=offset[1:])
-    return replace(
-        plan, length=length, n_draft=plan.n_draft - dropped, offset=offset, tokens=plan.tokens[kept],
-        targets=None if plan.targets is None else plan.targets[kept],
-    )  # fmt: skip

@@ -27,7 +27,7 @@ from headrace.types import (
     StepPlan,
     StepResult,
 )
-from headrace_plugins.reference.batch import Wanted, cut_drafts, make_batch, wanted_positions
+from headrace_plugins.reference.batch import Wanted, make_batch, wanted_positions
 from headrace_plugins.reference.caches import Pools, arrange
 from headrace_plugins.reference.sizes import resolve
 from headrace_plugins.reference.tokenizer import tokenizer_of
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 DEVICE = "cpu"
 RING_BLOCK_TOKENS = 128
 """Block of models with rings: few snapshots and still frequent prefix hits."""
-MAX_DRAFT = 16
-"""Most drafts of one row that rings have room for; more are cut off before the forward."""
+RING_SLACK = 12
+"""Entries of rings beyond a window: most drafts of a row. With a window of 128 it makes the 140 tokens of a prompt that
+DeepInfer's README keeps."""
 WATCHED = "norm.rms"
 """An op that every layer of every model calls: there an interrupt is noticed."""
 
@@ -51,15 +52,13 @@ WATCHED = "norm.rms"
 class _Step:
     """One step between forward and collect."""
 
-    __slots__ = ("cut", "logits", "plan", "result", "wanted")
+    __slots__ = ("logits", "plan", "result", "wanted")
 
-    def __init__(self, plan: StepPlan, wanted: Wanted, logits: NDArray[np.float32], cut: bool) -> None:
+    def __init__(self, plan: StepPlan, wanted: Wanted, logits: NDArray[np.float32]) -> None:
         self.plan = plan
-        """As it ran: without the drafts that were cut off."""
         self.wanted = wanted
         self.logits = logits
         """[M, vocab] of the wanted positions."""
-        self.cut = cut
         self.result: StepResult | None = None
 
 
@@ -107,7 +106,7 @@ class ReferenceExecutor(Executor):
         self._block_tokens = block_tokens
         context = ModelContext(
             block_tokens=block_tokens,
-            slack_tokens=MAX_DRAFT + 1,
+            slack_tokens=RING_SLACK,
             cache=options.cache,
             compute=options.compute,
             quantise_activations=options.quantise_activations,
@@ -176,7 +175,7 @@ class ReferenceExecutor(Executor):
             n_snapshots=sizes.n_snapshots,
             replay_tokens=model.replay_tokens if has_rings and options.prefix == "replay" else 0,
             rerun_tokens=self._keep,
-            slack_tokens=MAX_DRAFT + 1 if has_rings else 0,
+            slack_tokens=RING_SLACK if has_rings else 0,
         )
 
     # --- open and close ----------------------------------------------------------------------------------------------
@@ -254,7 +253,6 @@ class ReferenceExecutor(Executor):
                 pools.apply(op)
             except (IndexError, ValueError) as error:
                 raise Fatal(f"a KV operation can't be applied: {error}") from error
-        plan, cut = self._without_long_drafts(plan)
         wanted = wanted_positions(plan)
         if len(plan.tokens):
             first = pools.enter(plan.slot, plan.start)
@@ -263,14 +261,8 @@ class ReferenceExecutor(Executor):
                 logits: NDArray[np.float32] = self._forward(batch, pools.caches).numpy()
         else:
             logits = np.empty((0, self.model.vocab_size), np.float32)
-        self._step = _Step(plan, wanted, logits, cut)
+        self._step = _Step(plan, wanted, logits)
         return self._step
-
-    def _without_long_drafts(self, plan: StepPlan) -> tuple[StepPlan, bool]:
-        """Cut drafts beyond MAX_DRAFT: rings hold no more than that before they overwrite what a rejection needs."""
-        if not self._sizes.ring_bytes or not plan.n_draft.size or plan.n_draft.max() <= MAX_DRAFT:
-            return plan, False
-        return cut_drafts(plan, MAX_DRAFT), True
 
     def sample(self, step: _Step, masks: MaskBatch | None) -> None:
         plan, wanted, logits = step.plan, step.wanted, step.logits
@@ -286,8 +278,6 @@ class ReferenceExecutor(Executor):
         result.prompt_logprobs = logprobs
         if whole is not None:
             result.arrays = {**result.arrays, "prompt_logits": whole}
-        if step.cut:
-            result.processed = plan.length
         step.result = result
 
     def collect(self, step: _Step) -> StepResult:

@@ -10,7 +10,7 @@ from headrace.types import WANT_PROMPT_LOGITS, WANT_PROMPT_LOGPROBS, WANT_TOKEN,
 
 torch = pytest.importorskip("torch", reason="the reference backend needs PyTorch")
 
-from headrace_plugins.reference.batch import cut_drafts, make_batch, wanted_positions  # noqa: E402
+from headrace_plugins.reference.batch import make_batch, wanted_positions  # noqa: E402
 
 
 def random_plan(rng: np.random.Generator, n_rows: int, *, history: int = 0) -> StepPlan:
@@ -93,17 +93,3 @@ def test_wanted_positions(seed: int, plain: bool) -> None:
     assert wanted.index.tolist() == index
     assert wanted.spans == tuple(spans)
     assert (list(range(len(index))) if wanted.sampled is None else wanted.sampled.tolist()) == sampled
-
-
-def test_long_drafts_are_cut_at_the_end_of_their_row() -> None:
-    plan = random_plan(np.random.default_rng(1), 5)
-    plan.n_draft = np.minimum(plan.length - 1, 4).astype(np.int32)
-    cut = cut_drafts(plan, 2)
-    assert cut.n_draft.tolist() == np.minimum(plan.n_draft, 2).tolist()
-    assert (cut.length - cut.n_draft).tolist() == (plan.length - plan.n_draft).tolist()
-    assert np.diff(cut.offset).tolist() == cut.length.tolist()
-    for r in range(5):
-        n = int(cut.length[r])
-        want = plan.tokens[plan.offset[r] : plan.offset[r] + n]
-        assert cut.tokens[cut.offset[r] : cut.offset[r + 1]].tolist() == want.tolist()
-    assert plan.n_draft.max() > 2, "the plan itself stays as it was"
