@@ -140,9 +140,10 @@ def test_every_op_has_an_exact_kernel_and_plain_products_are_preferred() -> None
         assert spec.op in OPS
     for op, offered in by_op.items():
         assert sum(spec.exact for spec in offered) == 1, op
-        best = max(offered, key=lambda spec: spec.priority)
-        assert best.name == "torch", op
-        assert best.exact == (len(offered) == 1), op
+        first, *others = sorted(offered, key=lambda spec: -spec.priority)
+        assert first.name == "torch", op
+        assert first.exact == (not others), op
+        assert all(spec.priority < first.priority for spec in others), op
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.factory)

@@ -146,6 +146,11 @@ def test_gate_of_no_tokens_and_of_zeros() -> None:
     assert gate(torch.zeros(0, 4, 32), torch.zeros(0, 5, 32), weight, weight, 1e-20).shape == (0, 4, 32)
     opened = gate(torch.zeros(1, 4, 32), torch.ones(1, 5, 32), weight, weight, 1e-20)
     assert opened.tolist() == [[[0.5] * 32] * 4]  # sign(0) = 0
+    keys = torch.ones(1, 1, 32)
+    keys[..., 1::2] = -1
+    keys[..., 0] += 1e-6  # almost orthogonal to the streams: the root is taken of 1e-6, not of less
+    gates = streams.engram_gates(torch.ones(1, 1, 32), keys, weight[:1], weight[:1], 1e-20)
+    assert gates.item() == pytest.approx(1 / (1 + np.exp(-1e-3)), abs=1e-6)
 
 
 # --- drafting --------------------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def test_confidence_is_clamped() -> None:
     weight = torch.ones(1, 3)
     found = confidence(torch.tensor([[1e9, 0.0], [-1e9, 0.0]]), torch.zeros(2, 1), weight, 1.0)
     assert found[0] == 1
-    assert found[1].item() == pytest.approx(np.exp(-60), rel=1e-4)
+    assert found[1].item() == pytest.approx(np.exp(-60), rel=1e-4, abs=0)
     assert confidence(torch.zeros(0, 2), torch.zeros(0, 1), weight, 1.0).shape == (0,)
 
 

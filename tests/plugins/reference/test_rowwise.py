@@ -79,14 +79,18 @@ def test_tiled_products_are_exact(dtype: torch.dtype, k: int, m: int) -> None:
     assert worst <= (1e-6 if dtype == torch.float32 else 2**-8)
 
 
-@pytest.mark.parametrize("layout", ["slice", "transposed"])
-def test_tiled_products_ignore_strides(layout: str) -> None:
-    weight, x = numbers(24, 64), numbers(16, 64)
+@pytest.mark.parametrize("m", [5, 24])
+@pytest.mark.parametrize("layout", ["slice", "transposed", "unaligned"])
+def test_tiled_products_ignore_how_rows_lie_in_memory(layout: str, m: int) -> None:
+    weight, x = numbers(m, 64), numbers(16, 64)
     if layout == "slice":
         strided = torch.cat((x, x), 1)[:, :64]
-    else:
+    elif layout == "transposed":
         strided = x.t().contiguous().t()
-    assert strided.stride() != x.stride()
+    else:
+        strided = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(16, 64)
+        assert strided.data_ptr() % 16
+    assert torch.equal(strided, x)
     assert torch.equal(rowwise.tiled(strided, weight), rowwise.tiled(x, weight))
 
 

@@ -6,8 +6,9 @@ Torch on a CPU breaks that in two ways (2.13, AVX-512):
 * float32 `sigmoid`, `silu`, `softplus`, `exp2` and `logaddexp` use one polynomial in vectors and libm in the remainder
   of a vector, so a number's bits depend on its place: here they are made of `exp` and `log1p`, which don't.
 
-Reductions over an axis of fixed length, softmax over one, exp, log, log1p, sin, cos, rsqrt, and sums, products and
-roundings are safe as they are (tests/plugins/reference/test_rowwise.py holds torch to that).
+Reductions over a last axis of fixed length or over up to four streams, softmax over a last axis, exp, log, log1p, sin,
+cos, rsqrt, and elementwise arithmetic and rounding are safe as they are (tests/plugins/reference/test_rowwise.py holds
+torch to that). A sum over a longer middle axis is not: its order depends on the columns that are left over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ROW_TILE = 8
 """Rows per matrix product of exact kernels. Few enough that a decode step of one row wastes little."""
 
 COLUMN_STEP = 4
-"""Columns of x and weight are padded to a multiple: else, below 12 outputs, a row's place in its tile matters (MKL)."""
+"""Columns of x and weight are padded to a multiple: below 12 outputs, MKL's bits depend on whether a row starts at a
+multiple of 16 bytes."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [n, k], weight [m, k], bias [m] or None), one type -> x weight^T + bias [n, m]."""
@@ -41,7 +43,7 @@ def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if n % ROW_TILE:
         x = torch.constant_pad_nd(x, (0, 0, 0, -n % ROW_TILE))
     else:
-        x = x.contiguous()  # as padding makes it: the strides choose a path too
+        x = x.clone(memory_format=torch.contiguous_format)  # strides and alignment choose a path too
     if n <= ROW_TILE:
         return functional.linear(x, weight, bias)[:n]
     return torch.cat([functional.linear(tile, weight, bias) for tile in x.split(ROW_TILE)])[:n]
