@@ -17,6 +17,7 @@ from headrace.testing.conformance import (
     ConstraintConformance,
     DrafterConformance,
     ExecutorConformance,
+    KernelConformance,
     KVSpaceConformance,
     ObserverConformance,
     StoreConformance,
@@ -385,3 +386,76 @@ class TwoBos(ToyTokenizer):
 class TestTwoBos(TokenizerConformance):
     def make(self) -> Tokenizer:
         return TwoBos()
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class Norm(KernelConformance):
+    op = "norm.rms"
+    exact = True
+    kernel_under_test: Any
+
+    def make(self, context: Any) -> Any:
+        return type(self).kernel_under_test
+
+    def inputs(self, n: int) -> dict[str, Any]:
+        x = np.random.default_rng(n).standard_normal((n, 24)).astype(np.float32)
+        return {"x": x, "weight": np.linspace(0.5, 2, 24, dtype=np.float32), "eps": 0.25}
+
+    def reference(self, x: Any, weight: Any, eps: float) -> Any:
+        return norm(x, weight, eps)
+
+
+def norm(x: Any, weight: Any, eps: Any) -> Any:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight
+
+
+class TestNormOfAnotherRank(Norm):
+    kernel_under_test = staticmethod(lambda x, weight, eps: norm(x, weight, eps)[..., None])
+
+
+class TestNormOfAnotherType(Norm):
+    kernel_under_test = staticmethod(lambda x, weight, eps: norm(x, weight, eps).astype(np.float64))
+
+
+class TestNormWithoutEps(Norm):
+    kernel_under_test = staticmethod(lambda x, weight, eps: norm(x, weight, 0.0))
+
+
+class TestNormOfOtherNames(Norm):
+    kernel_under_test = staticmethod(lambda x, scale, eps: norm(x, scale, eps))
+
+
+class TestNormThatSeesItsCompany(Norm):
+    """In the last bits only."""
+
+    kernel_under_test = staticmethod(lambda x, weight, eps: norm(x, weight, eps) * np.float32(1 + len(x) * 1e-7))
+
+
+class TestNormThatSeesItsPlace(Norm):
+    kernel_under_test = staticmethod(
+        lambda x, weight, eps: norm(x, weight, eps) + np.arange(len(x), dtype=np.float32)[:, None] * np.float32(1e-7)
+    )
+
+
+def norm_in_place(x: Any, weight: Any, eps: float) -> Any:
+    x[...] = norm(x, weight, eps)
+    return x.copy()
+
+
+class TestNormInPlace(Norm):
+    kernel_under_test = staticmethod(norm_in_place)
+
+
+def unsteady() -> Any:
+    calls = iter(range(10**6))
+    return lambda x, weight, eps: norm(x, weight, eps) + np.float32(next(calls) * 1e-8)
+
+
+class TestNormThatDrifts(Norm):
+    kernel_under_test = staticmethod(unsteady())
+
+
+class TestNormOfTwoResults(Norm):
+    kernel_under_test = staticmethod(lambda x, weight, eps: (norm(x, weight, eps), x))

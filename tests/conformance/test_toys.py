@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
 from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer, Store, Strategy, Tokenizer
 from headrace.errors import StepFailed
 from headrace.kvspace import PagedSpace, SlotSpace
+from headrace.modeling import Cache, CacheFormat
+from headrace.ops import KernelContext
 from headrace.testing.conformance import (
     ConstraintConformance,
     DrafterConformance,
     ExecutorConformance,
+    KernelConformance,
     KVSpaceConformance,
     ObserverConformance,
     StoreConformance,
@@ -153,3 +161,81 @@ class TestToyStrategy(StrategyConformance):
 class TestToyObserver(ObserverConformance):
     def make(self) -> Observer:
         return ToyObserver()
+
+
+class TestNormKernel(KernelConformance):
+    """numpy sums each row by itself."""
+
+    op = "norm.rms"
+    exact = True
+
+    def make(self, context: KernelContext) -> Callable[..., Any]:
+        return lambda x, weight, eps: x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight
+
+    def inputs(self, n: int) -> dict[str, Any]:
+        x = np.random.default_rng(n).standard_normal((n, 24)).astype(np.float32)
+        return {"x": x, "weight": np.linspace(0.5, 2, 24, dtype=np.float32), "eps": 0.25}
+
+    def reference(self, x: Any, weight: Any, eps: float) -> Any:
+        wide = x.astype(np.float64)
+        return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight
+
+
+class TestHashKernel(KernelConformance):
+    """Integers, and an op with rows that others share."""
+
+    op = "engram.hash"
+    exact = True
+
+    def make(self, context: KernelContext) -> Callable[..., Any]:
+        def rows(ngrams: Any, multipliers: Any, primes: Any, offsets: Any) -> Any:
+            products = ngrams * multipliers
+            mixed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:]
+            heads = len(primes) // mixed.shape[1]
+            return np.repeat(mixed, heads, axis=1) % primes + offsets
+
+        return rows
+
+    def inputs(self, n: int) -> dict[str, Any]:
+        ngrams = np.random.default_rng(n).integers(0, 2**40, (n, 3))
+        multipliers = np.array([3, 2**40 + 1, 7])
+        return {"ngrams": ngrams, "multipliers": multipliers, "primes": np.array([97, 101, 103, 107]),
+                "offsets": np.array([0, 97, 198, 301])}  # fmt: skip
+
+    def reference(self, ngrams: Any, multipliers: Any, primes: Any, offsets: Any) -> Any:
+        rows = []
+        for row in ngrams.tolist():
+            products = [(c * m + 2**63) % 2**64 - 2**63 for c, m in zip(row, multipliers.tolist(), strict=True)]
+            two, three = products[0] ^ products[1], products[0] ^ products[1] ^ products[2]
+            pairs = zip((two, two, three, three), primes.tolist(), offsets.tolist(), strict=True)
+            rows.append([value % prime + offset for value, prime, offset in pairs])
+        return np.array(rows)
+
+
+class TestStoreKernel(KernelConformance):
+    """A kernel that writes to a cache and returns nothing."""
+
+    op = "kv.store"
+    exact = True
+
+    def make(self, context: KernelContext) -> Callable[..., Any]:
+        def store(cache: Cache, slots: Any, values: Any) -> None:
+            entries = cache.pool.view(np.float32).reshape(-1, cache.format.width)
+            for slot, value in zip(slots, values, strict=True):
+                if slot >= 0:
+                    entries[slot] = value
+
+        return store
+
+    def inputs(self, n: int) -> dict[str, Any]:
+        rng = np.random.default_rng(n)
+        cache = Cache(np.zeros((4, 16 * 8 * 4), np.uint8), CacheFormat("float32", 8), 16)
+        return {"cache": cache, "slots": rng.integers(-1, 64, n), "values": rng.random((n, 8), np.float32)}
+
+    def reference(self, cache: Cache, slots: Any, values: Any) -> None:
+        last = {int(slot): value for slot, value in zip(slots, values, strict=True) if slot >= 0}
+        for slot, value in last.items():
+            cache.pool[slot // 16, slot % 16 * 32 : slot % 16 * 32 + 32] = value.view(np.uint8)
+
+    def outcome(self, result: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        return (arguments["cache"].pool,)

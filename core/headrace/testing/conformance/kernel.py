@@ -90,7 +90,7 @@ class KernelConformance:
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def kernel(self) -> Callable[..., Any]:
         return self.make(self.context)
 
