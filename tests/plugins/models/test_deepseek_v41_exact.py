@@ -86,8 +86,9 @@ def test_a_rolled_back_sequence_goes_on_as_if_nothing_had_been(name: str, drafts
     ids = prompt(name)
     rig = make_rig(model(name), exact=True)
     once = rig.logits(ids)
-    row = rig.row(ids)
-    rig.step([(row, 14)])
+    row = rig.row(ids[:16] + [5] * rig.context.slack_tokens)
+    rig.step([(row, len(row.tokens))])
+    row.computed, row.tokens = 16, ids
     while row.computed < len(ids) - drafts - 1:
         start, kept = row.computed, row.tokens
         row.tokens = kept[: start + 1] + [(7 * start + i) % 90 + 3 for i in range(drafts)] + kept[start + 1 + drafts :]
