@@ -158,7 +158,7 @@ class HookSpecs:
 
     @hookspec
     def headrace_kernels(self, device: str) -> Iterable[KernelSpec]:
-        """Offer kernels for a device kind.
+        """Offer kernels for a device kind. mylab.rms: def make(context): return rms, def rms(x, weight, eps): ...
 
         @hookimpl
         def headrace_kernels(device):

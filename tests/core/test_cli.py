@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from plugin_text import plugin_module
 
 from headrace import __version__
 from headrace.catalog import Catalog
@@ -29,6 +32,7 @@ from headrace.errors import (
     EXIT_USAGE,
     ModelError,
 )
+from headrace_plugins.commands import plugins
 
 PLUGIN = """
 from headrace.hooks import *
@@ -363,6 +367,35 @@ def test_plugins_show(run: Run) -> None:
     assert "Traceback" in run("plugins", "show", "shattered")[1]
     shown = json.loads(run("plugins", "show", "ngram", "--json")[1])
     assert {row["name"] for row in shown["offers"][0]["options"]} >= {"max_draft"}
+
+
+def test_plugins_list_and_show_kernels(run: Run) -> None:
+    out = run("plugins", "list")[1]
+    assert re.search(r"^OP +KERNEL +DEVICE +PLUGIN +PRIORITY +EXACT +SUMMARY$", out, re.M)
+    assert re.search(r"^norm\.rms +torch +cpu +builtin +0 +yes +RMS norm", out, re.M)
+    assert re.search(r"^model +dense +builtin +dense decoders", out, re.M)
+    listed = {each["name"]: each for each in json.loads(run("plugins", "list", "--json")[1])}
+    kernels = [each for each in listed["builtin"]["offers"] if each["kind"] == "kernel"]
+    assert {"op": "norm.rms", "name": "torch", "device": "cpu", "exact": True, "priority": 0}.items() <= next(
+        each for each in kernels if each["op"] == "norm.rms"
+    ).items()
+    out = run("plugins", "show", "norm.rms")[1]
+    assert out.startswith("op norm.rms(x, weight, eps)\n\nx rsqrt(mean(x^2) + eps) weight")
+    assert "linear.dense" not in out
+    assert json.loads(run("plugins", "show", "norm.rms", "--json")[1])["op"]["call"] == "norm.rms(x, weight, eps)"
+    assert re.search(r"^linear\.dense +torch-tiled", run("plugins", "show", "torch-tiled")[1], re.M)
+    assert "did you mean 'rope.apply'" in run("plugins", "show", "rope.aply")[2]
+
+
+def test_a_plugin_that_cannot_list_its_kernels_hides_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = plugin_module("@hookimpl\ndef headrace_kernels(device):\n    1 / 0\n")
+    catalog = Catalog.load(extra={"bad": bad})
+    for verb in ("list", "show"):
+        plugins.run(argparse.Namespace(verb=verb, name="norm.rms", json=False, catalog=catalog))
+        out = capsys.readouterr().out
+        assert re.search(r"^norm\.rms +torch ", out, re.M)
+        assert "HR-PLUGIN-01: plugin 'bad' (in-process) failed to list kernels for 'cpu': ZeroDivisionError" in out
+        assert "--no-plugin bad" in out
 
 
 def test_config_check_and_explain(run: Run, tmp_path: Path) -> None:

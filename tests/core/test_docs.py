@@ -62,6 +62,33 @@ def test_the_smallest_plugin_works_as_it_is_printed(document: str, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+def test_the_kernel_example_works_as_it_is_printed(tmp_path: Path) -> None:
+    """Bound from a catalog where it is asked for, not where another type is computed; and its own conformance tests."""
+    (tmp_path / "headrace_steps.py").write_text(_code("docs/plugins.md", "def headrace_kernels"), encoding="utf-8")
+    (tmp_path / "test_steps.py").write_text(_code("docs/plugins.md", "class TestSteps"), encoding="utf-8")
+    script = (
+        "import headrace_steps, numpy as np\n"
+        "from functools import partial\n"
+        "from headrace.catalog import Catalog\n"
+        "from headrace.errors import ConfigError\n"
+        "from headrace.ops import Candidate, KernelContext, bind\n"
+        "catalog = Catalog.load(extra={'steps': headrace_steps})\n"
+        "offers = [Candidate(e.spec, 'x', partial(catalog.load_object, entry=e)) for e in catalog.kernels('cpu')]\n"
+        "asked = {'norm.rms': 'steps'}\n"
+        "ops = bind(['norm.rms'], offers, KernelContext(device='cpu'), asked)\n"
+        "x = np.full((2, 4), 3, np.float32)\n"
+        "assert np.allclose(ops.norm.rms(x, np.ones(4, np.float32), 0.0), 1)\n"
+        "try: bind(['norm.rms'], offers, KernelContext(device='cpu', compute='bfloat16'), asked)\n"
+        "except ConfigError as error: assert 'computes in float32, not bfloat16' in str(error)\n"
+        "else: raise AssertionError\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_steps.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_options_example_works_as_it_is_printed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(_code("docs/plugins.md", "class MyOptions"), encoding="utf-8")
     script = "import mine; assert mine.MyOptions(capacity='2MiB').capacity == 2 * 2**20"

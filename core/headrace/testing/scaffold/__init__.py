@@ -20,6 +20,7 @@ KINDS: dict[str, str] = {
     "command": "a sub-command of `headrace`",
     "constraint": "an engine that forces text into a grammar",
     "drafter": "guesses the next tokens, for speculative decoding",
+    "kernel": "computes one op of the models on a device",
     "observer": "sees steps and requests, for metrics and traces",
     "store": "keeps KV bytes beyond the device",
     "strategy": "splits work over devices",
