@@ -18,13 +18,16 @@ from headrace.contracts import Executor
 from headrace.types import (
     WANT_ALL_POSITIONS,
     WANT_TOKEN,
+    Begin,
     CopyBlock,
     Fork,
     Free,
     KVOp,
     LogprobRows,
     MaskBatch,
+    Restore,
     SamplingParams,
+    Snapshot,
     SparseRows,
     StepPlan,
     StepResult,
@@ -68,6 +71,8 @@ class Rig:
             n_sequences = min(n_sequences, layout.n_slots)
         self.n_sequences = min(n_sequences, caps.max_rows)
         self.lengths = [0] * self.n_sequences
+        self._fed: list[list[int]] = [[] for _ in self.lengths]
+        """Tokens at the positions of each sequence; those from its length on are left over."""
         self.ops: list[KVOp] = []
         """Go with the next step."""
         self.capacity = executor.model.context_tokens
@@ -100,6 +105,9 @@ class Rig:
             if upto % size:
                 self.ops.append(CopyBlock(0, int(self.tables[src, full]), int(self.tables[dst, full])))
             self.tables[dst, :full] = self.tables[src, :full]
+            if self.executor.layout.n_snapshots:
+                self.ops += [Snapshot(src, 0, 0), Begin(dst), Restore(dst, 0, 0)]
+        self._fed[dst] = self._fed[src][:upto]
         self.lengths[dst] = upto
 
     # --- steps
@@ -107,12 +115,17 @@ class Rig:
     def step(self, *rows: RigRow) -> StepResult:
         """Run one step. Afterwards the sequence holds its row's positions, accepted drafts included and rejected ones
         trimmed with the next step."""
+        if self.executor.layout.has_rings:
+            self.ops += [
+                Begin(row.seq) for row in rows if not (self.lengths[row.seq] if row.start is None else row.start)
+            ]
         plan = self.plan(rows)
         handle = self.executor.forward(plan)
         self.executor.sample(handle, self.masks(rows))
         result = self.executor.collect(handle)
         for r, row in enumerate(rows):
             base = int(plan.start[r])
+            self._fed[row.seq][base:] = row.tokens
             keep = base + len(row.tokens) - row.n_draft + int(result.accepted[r])
             if keep < base + len(row.tokens):
                 self.trim(row.seq, keep)
@@ -148,7 +161,16 @@ class Rig:
             kv_ops=ops,
             blocks=None if self.tables is None else self.tables[slots],
             targets=_ints(targets) if any(row.targets or row.wants & WANT_ALL_POSITIONS for row in rows) else None,
+            history=self._history(rows, starts),
+            n_prompt=_ints([0] * len(rows)) if self.executor.layout.rerun_tokens else None,
         )
+
+    def _history(self, rows: Seq[RigRow], starts: Seq[int]) -> NDArray[np.int32] | None:
+        n = self.executor.caps.history_tokens
+        if not n:
+            return None
+        before = [[-1] * n + self._fed[row.seq][:start] for row, start in zip(rows, starts, strict=True)]
+        return _ints([token for tokens in before for token in tokens[: -n - 1 : -1]]).reshape(-1, n)
 
     def masks(self, rows: Iterable[RigRow]) -> MaskBatch | None:
         rows = list(rows)

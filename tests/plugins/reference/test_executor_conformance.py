@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -69,3 +69,23 @@ class TestDenseBfloat16(TestDenseExact):
         from reference_driver import new_executor
 
         return new_executor(self.path, compute="bfloat16")
+
+
+class OnDeepseekV41(OnReference):
+    """The golden model: windows in rings, compressed caches, experts, Engram."""
+
+    options: ClassVar[dict[str, Any]] = {"block_tokens": 8}
+
+    def make(self) -> Executor:
+        from golden import GOLDEN
+        from reference_driver import new_executor
+
+        return new_executor(str(GOLDEN / "model_full" / "f1"), **self.options)
+
+
+class TestDeepseekV41(OnDeepseekV41):
+    pass
+
+
+class TestDeepseekV41Drafter(OnDeepseekV41):
+    options: ClassVar[dict[str, Any]] = {"block_tokens": 128, "draft": True, "cache": "plain"}
