@@ -57,6 +57,21 @@ def test_swapped_parameters_are_refused() -> None:
             def observe(self, index: int, accepted: int, proposed: int) -> None: ...
 
 
+def test_a_default_that_core_relies_on_has_to_be_there() -> None:
+    with pytest.raises(TypeError, match="parameter 'use_prefix' has no default"):
+
+        class Mine(KVSpace):
+            def admit(self, seq: Any, ops: Any, use_prefix: bool) -> bool:
+                return True
+
+
+def test_parameters_that_core_passes_by_position_may_not_be_keywords_only() -> None:
+    with pytest.raises(TypeError, match="parameter 'accepted' is keyword-only"):
+
+        class Mine(Drafter):
+            def observe(self, index: int, proposed: int, *, accepted: int) -> None: ...
+
+
 def test_message_names_the_class_and_both_signatures() -> None:
     with pytest.raises(TypeError) as caught:
 

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError, HeadraceError, ModelError, PluginError
 from headrace.hooks import KernelSpec
 from headrace.ops import OPS, BoundOp, Candidate, KernelContext, Ops, bind, kernel_problem
 from headrace.pipeline import build, explain
+from headrace.testing.conformance import PluginConformance
 from headrace.testing.conformance._op_text import bind as bind_shape
 from headrace.testing.conformance._op_text import read
 from headrace.testing.toy import ToyModel, ToyPaged
@@ -422,3 +423,32 @@ def headrace_kernels(device):
     assert "--no-plugin mine" in caught.value.help
     (builtin,) = [plugin for plugin in catalog.plugins if plugin.name == "builtin"]
     assert catalog.kernels_of(builtin, "npu") == []
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ("", ""),
+        ("factory='ops_parts:make_topk'", "parameter 'x' is missing"),
+        ("factory='ops_parts:make_three'", "gave 3"),
+        ("op='norm.rsm'", "is no op"),
+        ("name='twin'", "'twin' twice for norm.rms on cpu"),
+    ],
+)
+def test_plugin_conformance_of_kernels(record: str, says: str, parts: Parts) -> None:
+    vars(sys.modules["ops_parts"]).update(make_topk=lambda context: topk, make_three=lambda context: 3)
+    code = """
+@hookimpl
+def headrace_kernels(device):
+    common = dict(name="mine", op="norm.rms", factory="ops_parts:make_norm", summary="")
+    if device == "cpu":
+        yield KernelSpec(**(common | dict(name="twin")))
+        yield KernelSpec(**(common | dict(RECORD)))
+        yield KernelSpec(**(common | dict(name="lacking", factory="ops_parts:none", requires=("no_such",))))
+"""
+    plugin = plugin_module(code.replace("RECORD", record))
+    if not says:
+        PluginConformance().test_kernels_serve_ops(plugin)
+        return
+    with pytest.raises(AssertionError, match=says):
+        PluginConformance().test_kernels_serve_ops(plugin)
