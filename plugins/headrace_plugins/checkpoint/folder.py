@@ -139,7 +139,7 @@ def _read_json(path: str, code: str, help: str) -> Any:
         if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_JSON_BYTES:
             raise ModelError(code, f"{path} is no file of at most {MAX_JSON_BYTES} bytes", help)
         with open(path, "rb") as file:
-            return strict_json(file.read(MAX_JSON_BYTES + 1))
+            return strict_json(file.read(about.st_size))
     except OSError as error:
         raise ModelError(code, f"can't read {path}: {error.strerror}", help) from error
     except ValueError as error:

@@ -26,6 +26,8 @@ from headrace_plugins.reference.kernels.formats import unpack
 CHUNK = 1 << 18
 """Numbers that are converted at a time: scratch memory is a few times 1 MB."""
 CHECK_BYTES = 1 << 22
+FAULT_AROUND = 1 << 20
+"""A read maps the pages around it too, those before it included (Linux: 64 KB by default)."""
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LARGEST_SCALE = {"fp8_block": 246, "fp8_row": 246, "fp4_row": 252}
 """With a larger ue8m0 byte the largest code, 448 or 6, is beyond float32. Byte 255 is NaN."""
@@ -89,8 +91,8 @@ class _Map:
     def drop(self, begin: int, end: int) -> None:
         """Give the pages of bytes [begin, end) back; they are read again when they are touched."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > start:
+            start = begin // FAULT_AROUND * FAULT_AROUND
+            if end > begin:
                 self._mmap.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
