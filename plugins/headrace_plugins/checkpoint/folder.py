@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
-from headrace.errors import ModelError, did_you_mean
-from headrace_plugins.checkpoint.header import Entry, Header, read_header, shown, strict_json
+from headrace.errors import ModelError
+from headrace_plugins.checkpoint.header import Entry, Header, meant, read_header, shown, strict_json
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -121,7 +121,7 @@ def _read_shards(root: str) -> list[Header]:
         if tensor not in headers[name].entries:
             _bad_index(
                 f"{path}: tensor {shown(tensor)} is not in its shard {name}",
-                f"{did_you_mean(tensor, list(headers[name].entries)[:1000])}download index and shard again",
+                f"{meant(tensor, headers[name].entries)}download index and shard again",
             )
     return list(headers.values())
 

@@ -7,12 +7,14 @@ Format: https://huggingface.co/docs/safetensors (u64 header length, JSON, data w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, BinaryIO, NoReturn
 
 from headrace.errors import ModelError
@@ -27,6 +29,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Types of safetensors 0.8, bits per element."""
 _N_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_NEAR = 1000
+"""Names that one is compared with; more would take seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,12 @@ def shown(name: str) -> str:
     """A name from a file, fit for an error message."""
     text = name if name.isprintable() else repr(name)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """ "did you mean 'x'? " or an empty string. Names of tensors are long and alike: only a slip of the pen counts."""
+    close = get_close_matches(name, itertools.islice(known, _NEAR), n=1, cutoff=0.9)
+    return f"did you mean '{shown(close[0])}'? " if close else ""
 
 
 def read_header(path: str) -> Header:

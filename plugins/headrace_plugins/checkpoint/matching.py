@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from headrace.errors import ModelError, did_you_mean
+from headrace.errors import ModelError
 from headrace.modeling import Packing, TensorSpec
 from headrace_plugins.checkpoint.folder import Folder
-from headrace_plugins.checkpoint.header import Entry, shown
+from headrace_plugins.checkpoint.header import Entry, meant, shown
 
 BLOCK = 32
 """Numbers per scale: rows and columns of fp8_block, columns of the others."""
@@ -37,8 +37,6 @@ QUANTISATION: Mapping[str, Any] = {
 _REQUIRED = ("quant_method", "weight_block_size")
 """The rest may be left unsaid: types and shapes of the tensors show it."""
 _LISTED = 20
-_NEAR = 1000
-"""Names that are compared with a missing one; more would take seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +146,7 @@ class _Faults:
 
     def _missing(self) -> list[str]:
         """Names that are listed, each with a surplus one that reads alike."""
-        near = self.surplus[:_NEAR]
-        hints = [did_you_mean(name, near).rstrip() for name in self.missing[:_LISTED]]
+        hints = [meant(name, self.surplus).rstrip() for name in self.missing[:_LISTED]]
         return [f"{name} ({hint})" if hint else name for name, hint in zip(self.missing, hints, strict=False)]
 
 

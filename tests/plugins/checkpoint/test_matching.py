@@ -70,6 +70,7 @@ def test_the_model_prefix_is_optional(matched: Callable[..., list[Match]]) -> No
             {"a.wq.weight": None, "a.wk.weight": TENSORS["a.wq.weight"]},
             ["missing: a.wq.weight (did you mean 'a.wk.weight'?)", "surplus: a.wk.weight"],
         ),
+        ({"a.wq.weight": None, "b.wv.weight": TENSORS["a.wq.weight"]}, ["missing: a.wq.weight\n"]),
         ({"b": zeros("F32", 1, size=4)}, ["1 surplus", "surplus: b"]),
         ({"norm.weight": zeros("BF16", 63, size=2)}, ["norm.weight has the shape [63], the model needs [64]"]),
         ({"norm.weight": zeros("BF16", 64, 1, size=2)}, ["has the shape [64, 1]"]),

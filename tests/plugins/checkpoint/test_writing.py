@@ -34,7 +34,7 @@ SPECS = (
     TensorSpec(name="none.weight", shape=(0, 64)),
     TensorSpec(name="wq.weight", shape=(70, 50), packing="fp8_block"),
     TensorSpec(name="w1.weight", shape=(70, 64), packing="fp4_row"),
-    TensorSpec(name="table.weight", shape=(7, 64), packing="fp8_row"),
+    TensorSpec(name="table.weight", shape=(7, 96), packing="fp8_row"),
 )
 
 
