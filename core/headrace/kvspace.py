@@ -199,10 +199,16 @@ class PagedSpace(KVSpace):
         return True
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """The end of the last whole block, where the rings would not hold enough for its snapshot after `end`."""
+        """The end of the last whole block, where the rings would not hold enough for its snapshot after `end`. Before
+        that the last one at which the same prompt may start."""
         if not self.n_snapshots:
             return end
         boundary = end - end % self.block_tokens
+        if self.rerun_tokens:
+            usable = self._limit(seq)
+            usable -= usable % self.block_tokens
+            if seq.computed < usable < boundary:
+                boundary = usable
         return boundary if boundary > seq.computed and end - boundary > self.slack_tokens else end
 
     def _grow(self, row: int, n: int) -> None:

@@ -1,23 +1,36 @@
 """The spine: whatever the engine does to be fast, the tokens are those of plain one-by-one decoding.
 
-KV kind x drafter x chunk size x preemption x constraint x temperature x batch mates, and then mutants: small faults put
-into the engine on purpose, each of which the same comparison must catch.
+KV kind x drafter x chunk size x preemption x constraint x temperature x batch mates, for rings that are kept and rings
+that are rebuilt too, and then mutants: small faults put into the engine on purpose, each of which the same comparison
+must catch.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import pytest
 from engine_harness import MODEL, Setup, ngram, oracle, output, plain, request, run
 
-from headrace import kvspace, sampling
+from headrace import engine as engine_module
+from headrace import kvspace, planning, sampling
 from headrace.contracts import Matcher
-from headrace.types import Grammar, Request, SamplingParams, Sequence
+from headrace.errors import StepFailed
+from headrace.scheduler import Rows
+from headrace.types import Begin, Grammar, Request, Restore, SamplingParams, Sequence, Snapshot, StepPlan
 
 CHARSET = Grammar("charset", "abcdefg{3,14}")
+RINGS = {
+    "kept": {"window": 7, "slack": 4, "n_snapshots": 32, "history_tokens": 3},
+    "kept, few": {"window": 5, "slack": 4, "n_snapshots": 2, "rerun_tokens": 6},
+    "rebuilt": {"window": 7, "slack": 5, "replay_tokens": 6, "history_tokens": 2},
+    "rebuilt, rerun": {"window": 4, "slack": 4, "replay_tokens": 9, "rerun_tokens": 5},
+    "lost": {"window": 6, "slack": 4},
+}
+"""Ways to have windows beside the blocks. Blocks of 8 tokens: more than the slack, so that chunks must be cut."""
 LONG_CHOICE = Grammar("choice", '["abcabcabcabcabcabc", "abcabcabcabx", "defdefdef"]')
 
 
@@ -73,6 +86,89 @@ def test_tokens_are_those_of_plain_decoding(kv: str, draft: str) -> None:
     for chunk, preempt, constrained, temperature, mates in cases:
         wrong = mismatches(Setup(kv=kv, chunk=chunk, n_slots=3), temperature, constrained, mates, preempt, draft)
         assert not wrong, (kv, draft, chunk, preempt, constrained, temperature, mates, wrong)
+
+
+@pytest.mark.parametrize(("name", "draft"), list(itertools.product(RINGS, ("none", "ngram", "oracle"))))
+def test_tokens_with_rings_are_those_of_plain_decoding(name: str, draft: str) -> None:
+    for chunk, preempt, constrained, mates in itertools.product((1, 5, 64), (False, True), (False, True), (0, 7)):
+        setup = Setup(rings=RINGS[name], block_tokens=8, n_blocks=128, chunk=chunk)
+        wrong = mismatches(setup, 0.8, constrained, mates, preempt, draft)
+        assert not wrong, (name, draft, chunk, preempt, constrained, mates, wrong)
+
+
+TEXT = "a preface of some length that both have, and then more"
+
+
+def turns(name: str, n: int, params: SamplingParams) -> dict[str, list[Sequence]]:
+    """A prompt of n tokens, then two at once that begin with it."""
+    engine = Setup(rings=RINGS[name], block_tokens=8, n_blocks=128).engine()
+    first, second, third = (
+        request(id, TEXT[:n] + more, params) for id, more in zip("abc", ("", " else", "!"), strict=True)
+    )
+    found = run(engine, [first]) | run(engine, [second, third])
+    for req in (first, second, third):
+        got = [output(found[req.id], i) for i in range(params.n)]
+        assert got == [plain(req, sample_index=i) for i in range(params.n)], req.id
+    assert not engine.n_failed_steps
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "cached"), [("kept", 48), ("kept, few", 48), ("rebuilt", 42), ("rebuilt, rerun", 39), ("lost", 0)]
+)
+def test_a_prefix_hit_saves_what_need_not_run(name: str, cached: int) -> None:
+    found = turns(name, 50, SamplingParams(max_tokens=10, temperature=0.8))
+    assert found["a"][0].cached == 0
+    assert found["b"][0].cached == cached
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_turns_of_any_length(name: str) -> None:
+    for n in range(38, 50):
+        turns(name, n, SamplingParams(max_tokens=6, temperature=0.8))
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_samples_share_a_prompt_with_rings(name: str) -> None:
+    found = turns(name, 49, SamplingParams(max_tokens=9, temperature=1.0, n=3, ignore_eos=True))
+    assert all((seq.cached > 0) == (name != "lost") for seq in found["a"][1:])
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("fail_at", ["forward", "sample", "collect"])
+def test_failed_steps_leave_no_trace_in_rings(name: str, fail_at: str) -> None:
+    """Every third step (at first) fails after it wrote garbage over what came before its rows."""
+    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    n_steps = itertools.count(1)
+
+    def fail(plan: StepPlan) -> StepFailed | None:
+        n = next(n_steps)
+        return StepFailed("every third") if n % 3 == 0 and n < 40 else None
+
+    setup = Setup(rings=RINGS[name], block_tokens=8, chunk=17, faults={"fail": fail, "fail_at": fail_at})
+    setup.drafter = oracle(wanted, requests)
+    engine = setup.engine()
+    real = engine._failed
+
+    def interrupted(error: BaseException, rows: Rows) -> None:  # which blames nobody
+        assert isinstance(error, StepFailed), error
+        engine._interrupted = True
+        real(error, rows)
+
+    engine._failed = interrupted  # type: ignore[method-assign]
+    found = run(engine, requests)
+    assert engine.n_failed_steps > 3
+    assert {id: output(seqs) for id, seqs in found.items()} == wanted
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_tight_pool_with_rings(name: str) -> None:
+    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    engine = Setup(rings=RINGS[name], n_blocks=19, block_tokens=8, chunk=16).engine()
+    found = run(engine, requests)
+    assert engine.scheduler.n_preemptions > 0
+    assert not engine.n_failed_steps
+    assert {id: output(seqs) for id, seqs in found.items()} == wanted
 
 
 def test_drafts_save_steps() -> None:
@@ -196,6 +292,114 @@ def _mutant_hash_not_chained(patch: pytest.MonkeyPatch) -> None:
     chained = kvspace._chained
     patch.setattr(kvspace, "_chained", lambda parent, tokens: chained(b"", tokens))
     patch.setattr(kvspace.PagedSpace, "_proven", _Tangled._proven)
+
+
+def _without(*kinds: type) -> Callable[[pytest.MonkeyPatch], None]:
+    """Operations of these kinds get lost on their way into the plan."""
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        real = engine_module.build_plan
+
+        def build_plan(step, rows, table, ops, kv, **more):  # type: ignore[no-untyped-def]
+            return real(step, rows, table, tuple(op for op in ops if not isinstance(op, kinds)), kv, **more)
+
+        patch.setattr(engine_module, "build_plan", build_plan)
+
+    return mutate
+
+
+def _mutant_late_snapshots(patch: pytest.MonkeyPatch) -> None:
+    """Snapshots are taken however much was written since, and no chunk ends early for them."""
+    patch.setattr(kvspace.PagedSpace, "chunk_end", lambda self, seq, end: end)
+    real = kvspace.PagedSpace._passes
+
+    def passes(self: kvspace.PagedSpace, seq: Sequence, keep: int, ops: list) -> None:
+        high, self._high[seq.slot] = self._high[seq.slot], keep - keep % self.block_tokens
+        real(self, seq, keep, ops)
+        self._high[seq.slot] = high
+
+    patch.setattr(kvspace.PagedSpace, "_passes", passes)
+
+
+def _mutant_snapshot_of_another_block(patch: pytest.MonkeyPatch) -> None:
+    real = kvspace.PagedSpace._indexed
+    patch.setattr(kvspace.PagedSpace, "_indexed", lambda self, seq, n: real(self, seq, max(1, n - 1)))
+
+
+def _mutant_rings_survive_failures(patch: pytest.MonkeyPatch) -> None:
+    def rollback(self: kvspace.PagedSpace, seq: Sequence, ops: list) -> None:
+        self._high[seq.slot] = seq.computed
+
+    patch.setattr(kvspace.PagedSpace, "rollback", rollback)
+
+
+def _mutant_no_replay(patch: pytest.MonkeyPatch) -> None:
+    real = kvspace.PagedSpace._begin
+
+    def begin(self: kvspace.PagedSpace, row: int, start: int, valid: int, block: int | None, ops: list) -> None:
+        real(self, row, start, valid, block, ops)
+        self._skip = valid - start
+
+    patch.setattr(kvspace.PagedSpace, "_begin", begin)
+    admit = kvspace.PagedSpace.admit
+
+    def skipping(self: kvspace.PagedSpace, seq: Sequence, ops: list, use_prefix: bool = True) -> bool:
+        admitted = admit(self, seq, ops, use_prefix)
+        if admitted:
+            seq.computed += self._skip
+        return admitted
+
+    patch.setattr(kvspace.PagedSpace, "admit", skipping)
+
+
+def _mutant_rerun_counts_from_the_end(patch: pytest.MonkeyPatch) -> None:
+    """The end of all tokens must run again instead of the prompt's."""
+    patch.setattr(
+        kvspace.PagedSpace, "_limit", lambda self, seq: min(len(seq.tokens) - 1, len(seq.tokens) - self.rerun_tokens)
+    )
+
+
+RING_MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "no restore": ("kept", _without(Restore)),
+    "no begin": ("rebuilt", _without(Begin)),
+    "no snapshot": ("kept", _without(Snapshot)),
+    "late snapshots": ("kept", _mutant_late_snapshots),
+    "snapshot of another block": ("kept", _mutant_snapshot_of_another_block),
+    "write_from ignored": (
+        "rebuilt",
+        lambda patch: patch.setattr(kvspace.PagedSpace, "write_from", lambda self, slots: None),
+    ),
+    "no replay": ("rebuilt", _mutant_no_replay),
+    "rerun counts from the end": ("kept, few", _mutant_rerun_counts_from_the_end),
+    "wrong history": (
+        "kept",
+        lambda patch: patch.setattr(planning, "tokens_before", lambda seqs, n: np.full((len(seqs), n), -1, np.int32)),
+    ),
+}
+
+
+def ring_cases(name: str) -> None:
+    """The part of the cases above that must kill each mutant."""
+    test_turns_of_any_length(name)
+    for draft, chunk in itertools.product(("none", "oracle"), (5, 64)):
+        setup = Setup(rings=RINGS[name], block_tokens=8, n_blocks=128, chunk=chunk)
+        assert not mismatches(setup, 0.8, False, 7, True, draft)
+
+
+@pytest.mark.parametrize("name", RING_MUTANTS)
+def test_the_matrix_kills_mutants_of_rings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference(0.8, False, 7)  # from healthy code
+    rings, mutate = RING_MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        ring_cases(rings)
+
+
+def test_the_failures_kill_a_mutant_of_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference(0.8, False, 7)
+    _mutant_rings_survive_failures(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_failed_steps_leave_no_trace_in_rings("kept", "collect")
 
 
 MUTANTS = {

@@ -88,6 +88,8 @@ class Setup:
     """Preempt the last running sequence each so many steps."""
     prefix_cache: bool = True
     partial_trim: bool = True
+    rings: dict[str, int] = field(default_factory=dict)
+    """Arguments of ToyPaged that give it a window."""
     model: ToyModel = field(default_factory=lambda: MODEL)
     options: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +101,9 @@ class Setup:
             | self.options
         )
         if self.kv == "paged":
-            executor: Any = ToyPaged(self.model, n_blocks=self.n_blocks, block_tokens=self.block_tokens, **self.faults)
+            executor: Any = ToyPaged(
+                self.model, n_blocks=self.n_blocks, block_tokens=self.block_tokens, **self.rings, **self.faults
+            )
             kv: Any = (self.space or PagedSpace)(executor.layout, options.max_sequences, prefix_cache=self.prefix_cache)
         else:
             executor = ToySlots(
@@ -110,6 +114,10 @@ class Setup:
             )
         executor.open()
         return Engine(executor, kv, options, drafter=self.drafter, constraints=ToyConstraint(executor.tokenizer))
+
+
+MAX_PREEMPTIONS = 40
+"""Then a run is left alone: what must start over each time would never end."""
 
 
 def run(engine: Engine, requests: Seq[Request], preempt_every: int = 0) -> dict[str, list[Sequence]]:
@@ -126,7 +134,8 @@ def drain(engine: Engine, preempt_every: int = 0) -> None:
         engine.kv.check(engine.scheduler.running)
         n += 1
         assert n < MAX_STEPS, "the engine makes no progress"
-        if preempt_every and n % preempt_every == 0 and engine.scheduler.running:
+        due = preempt_every and n % preempt_every == 0 and engine.scheduler.n_preemptions < MAX_PREEMPTIONS
+        if due and engine.scheduler.running:
             engine.scheduler._preempt(engine.scheduler.running.pop(), engine._ops)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,13 +18,15 @@ import numpy as np
 from headrace import sampling
 from headrace.contracts import Executor
 from headrace.errors import StepFailed
-from headrace.testing.toy_model import ToyModel
+from headrace.testing.toy_model import Recent, ToyModel
 from headrace.testing.toy_parts import ToyConstraint, ToyObserver, ToyOracle, ToyStore, ToyStrategy
+from headrace.testing.toy_rings import RingCorrupt, ToyRings
 from headrace.testing.toy_tokenizer import BOS, EOS, ToyTokenizer
 from headrace.types import (
     WANT_ALL_POSITIONS,
     WANT_PROMPT_LOGITS,
     WANT_PROMPT_LOGPROBS,
+    Begin,
     Capabilities,
     CopyBlock,
     Fork,
@@ -32,6 +35,8 @@ from headrace.types import (
     KVLayout,
     KVOp,
     MaskBatch,
+    Restore,
+    Snapshot,
     StepPlan,
     StepResult,
     Trim,
@@ -192,6 +197,13 @@ class _ToyExecutor(Executor):
     def _wrote(self, plan: StepPlan, row: int, end: int) -> None:
         """Positions up to `end` of a row were written."""
 
+    def _recent(self, plan: StepPlan, row: int, prefix: NDArray[np.int64]) -> Recent | None:
+        """What the row reads beside its cells, which hold `prefix` below its start."""
+        return None
+
+    def _keep_recent(self, plan: StepPlan, row: int, new: NDArray[np.int64]) -> None:
+        """The cells of positions [start, start + len(new)) belong to the row's last ones now."""
+
     # -- one step
 
     def _current(self, step: Any) -> _Step:
@@ -235,9 +247,10 @@ class _ToyExecutor(Executor):
             if self._interrupted.is_set():
                 raise StepFailed("interrupted")
             start, n_draft = int(plan.start[row]), int(plan.n_draft[row])
-            if written[place[:start]].any():
+            if written[place[:low]].any():
                 raise KVCorrupt(f"another row writes KV that this row reads: {plan.row(row)}")
             new = self.toy.cells(plan.tokens[plan.offset[row] : plan.offset[row + 1]], start)
+            recent = self._recent(plan, row, prefixes[row])
             if not np.array_equal(self._kv[place[start:low]], new[: low - start]):
                 raise KVCorrupt(f"KV below write_from differs from what is replayed: {plan.row(row)}")
             if self._failure is not None and self.fail_at == "forward":
@@ -246,20 +259,24 @@ class _ToyExecutor(Executor):
                     return
                 continue
             self._kv[place[low:]] = new[low - start :]
+            self._keep_recent(plan, row, new)
             self._wrote(plan, row, len(place))
             cells = np.concatenate([prefixes[row], new])
             if not np.array_equal(cells >> 32, np.arange(len(cells))):
                 wrong = int(np.flatnonzero(cells >> 32 != np.arange(len(cells)))[0])
                 raise KVCorrupt(f"position {wrong} holds the KV of position {cells[wrong] >> 32}: {plan.row(row)}")
-            self._hash(plan, row, cells, n_draft, step)
+            self._hash(plan, row, cells, n_draft, recent, step)
             if self._failure is not None:  # raised later, by then nothing that this step wrote is to be trusted
                 self._kv[place[low:]] ^= 1
+                self._keep_recent(plan, row, new ^ 1)
 
-    def _hash(self, plan: StepPlan, row: int, cells: NDArray[np.int64], n_draft: int, step: _Step) -> None:
+    def _hash(
+        self, plan: StepPlan, row: int, cells: NDArray[np.int64], n_draft: int, recent: Recent | None, step: _Step
+    ) -> None:
         whole = bool(plan.wants[row] & WANT_ALL_POSITIONS)
         if not plan.sample[row] and not whole:
             return
-        logits = self.toy.logits_from(cells, int(plan.start[row]) if whole else len(cells) - 1 - n_draft)
+        logits = self.toy.logits_from(cells, int(plan.start[row]) if whole else len(cells) - 1 - n_draft, recent)
         if self.nan is not None and self.nan(plan, row):
             logits[:] = np.nan
         if whole:
@@ -269,10 +286,12 @@ class _ToyExecutor(Executor):
 
     def _scribble(self, plan: StepPlan, row: int, place: NDArray[np.int64], low: int) -> None:
         """What a failed step may leave behind: cells of the right position with a wrong token."""
-        half = place[low : low + (len(place) - low + 1) // 2]
         start = int(plan.start[row])
-        self._kv[half] = self.toy.cells(np.full(len(half), (7 * start + row) % 256), low)
-        self._wrote(plan, row, low + len(half))
+        half = place[start : start + (len(place) - start + 1) // 2]
+        garbage = self.toy.cells(np.full(len(half), (7 * start + row) % 256), start)
+        self._kv[half[low - start :]] = garbage[low - start :]
+        self._keep_recent(plan, row, garbage)
+        self._wrote(plan, row, start + len(half))
 
     _kv: NDArray[np.int64]
     """Flat cells, EMPTY where invalid."""
@@ -285,7 +304,12 @@ def _null_result(plan: StepPlan) -> StepResult:
 
 
 class ToyPaged(_ToyExecutor):
-    """KV in blocks that core allocates; a row's cells are found through its block table only."""
+    """KV in blocks that core allocates; a row's cells are found through its block table only.
+
+    window: each position reads the last so many positions, itself included, from a ring of its slot in place of the
+    blocks, 0 = no rings. slack, n_snapshots, replay_tokens, rerun_tokens: as in `KVLayout`. Rebuilding by replay is
+    exact here from window - 1 tokens on. history_tokens: as in `Capabilities`; plans are checked for it.
+    """
 
     def __init__(
         self,
@@ -296,23 +320,53 @@ class ToyPaged(_ToyExecutor):
         max_rows: int = 64,
         max_tokens: int = 2048,
         row_invariant: bool = True,
+        window: int = 0,
+        slack: int = 8,
+        n_snapshots: int = 0,
+        replay_tokens: int = 0,
+        rerun_tokens: int = 0,
+        history_tokens: int = 0,
         **faults: Any,
     ) -> None:
-        spec = model.spec()
-        group = KVGroup(name="kv", grain_bytes=8 * block_tokens)
-        super().__init__(
-            model,
-            _caps(model, "paged", max_rows, max_tokens, row_invariant, partial_trim=True, fork=False),
-            KVLayout(fingerprint=spec.fingerprint, groups=(group,), n_blocks=n_blocks, block_tokens=block_tokens),
-            **faults,
+        if window == 1 or (not window and (n_snapshots or replay_tokens)):
+            raise ValueError(f"window = {window}: rings take 2 or more; snapshots and replay are for rings")
+        caps = _caps(model, "paged", max_rows, max_tokens, row_invariant, partial_trim=True, fork=False)
+        rebuilt = "a prefix hit rebuilds windows from too few tokens"
+        caps = replace(
+            caps,
+            history_tokens=history_tokens,
+            drafts=caps.drafts and not (window and slack < 1),
+            approximations=(rebuilt,) if not n_snapshots and 0 < replay_tokens < window - 1 else (),
         )
+        groups = [KVGroup(name="kv", grain_bytes=8 * block_tokens)]
+        if window:
+            groups.append(KVGroup(name="window", grain_bytes=8 * (window + slack), kind="ring"))
+        layout = KVLayout(
+            fingerprint=model.spec().fingerprint,
+            groups=tuple(groups),
+            n_blocks=n_blocks,
+            block_tokens=block_tokens,
+            n_snapshots=n_snapshots,
+            replay_tokens=replay_tokens,
+            rerun_tokens=rerun_tokens,
+            slack_tokens=slack if window else 0,
+        )
+        self._window = window
+        super().__init__(model, caps, layout, **faults)
 
     def _clear(self) -> None:
-        self._kv = np.full(self.layout.n_blocks * self.layout.block_tokens, EMPTY, np.int64)
+        layout = self.layout
+        self._kv = np.full(layout.n_blocks * layout.block_tokens, EMPTY, np.int64)
+        self._rings = ToyRings(self.caps.max_rows, self._window, layout.slack_tokens, layout.n_snapshots, EMPTY)
 
     def _apply(self, op: KVOp) -> None:
         size = self.layout.block_tokens
-        if isinstance(op, CopyBlock):
+        if self._window and isinstance(op, (Begin, Snapshot, Restore)):
+            try:
+                self._rings.apply(op)
+            except RingCorrupt as error:
+                raise KVCorrupt(str(error)) from error
+        elif isinstance(op, CopyBlock):
             if not (0 <= op.src < self.layout.n_blocks and 0 <= op.dst < self.layout.n_blocks):
                 raise KVCorrupt(f"{op} is outside {self.layout.n_blocks} blocks")
             self._kv[op.dst * size : (op.dst + 1) * size] = self._kv[op.src * size : (op.src + 1) * size]
@@ -329,6 +383,28 @@ class ToyPaged(_ToyExecutor):
         if len(np.unique(table)) != len(table):
             raise KVCorrupt(f"block table {table.tolist()} names a block twice: {plan.row(row)}")
         return (table[:, None] * size + np.arange(size)).reshape(-1)[:end]
+
+    def _recent(self, plan: StepPlan, row: int, prefix: NDArray[np.int64]) -> Recent | None:
+        n, start, slot = self.caps.history_tokens, int(plan.start[row]), int(plan.slot[row])
+        if n:
+            known = np.full(n, -1, np.int64)
+            known[: min(n, start)] = prefix[::-1][:n] & 0xFFFFFFFF
+            if plan.history is None or not np.array_equal(plan.history[row], known):
+                raise KVCorrupt(f"history differs from the tokens {known.tolist()} before it: {plan.row(row)}")
+        if not self._window:
+            return None
+        rerun = self.layout.rerun_tokens
+        latest = max(0, int(plan.n_prompt[row]) - rerun) if plan.n_prompt is not None else -1
+        if rerun and self._rings.begun[slot] and start > latest:
+            raise KVCorrupt(f"starts within the last {rerun} tokens of its prompt: {plan.row(row)}")
+        try:
+            return Recent(start, self._window, self._rings.read(slot, start))
+        except RingCorrupt as error:
+            raise KVCorrupt(f"{error}: {plan.row(row)}") from error
+
+    def _keep_recent(self, plan: StepPlan, row: int, new: NDArray[np.int64]) -> None:
+        if self._window:
+            self._rings.write(int(plan.slot[row]), int(plan.start[row]), new)
 
 
 class ToySlots(_ToyExecutor):

@@ -18,13 +18,14 @@ SCHEME = "toy://"
 
 _MODEL_KEYS = {"vocab": int, "seed": int, "context": int, "repeat": float, "eos_rate": float, "fast": int}
 _KV_KEYS = {"kv": str, "blocks": int, "block_tokens": int, "slots": int, "slot_tokens": int}
+_RING_KEYS = {"window": int, "slack": int, "snapshots": int, "replay": int}
 
 
 def resolve(uri: str) -> ModelSource | None:
     """`toy://key=value,...`; any key may be left out. Other schemes: None. Raises ModelError."""
     if not uri.startswith(SCHEME):
         return None
-    keys = _MODEL_KEYS | _KV_KEYS
+    keys = _MODEL_KEYS | _KV_KEYS | _RING_KEYS
     facts: dict[str, Any] = {}
     for part in filter(None, uri.removeprefix(SCHEME).split(",")):
         key, _, value = part.partition("=")
@@ -46,6 +47,7 @@ def _check(uri: str, facts: dict[str, Any]) -> None:
     limits = {
         "vocab": (258, 2**20), "seed": (0, 2**64 - 1), "context": (2, 2**24), "repeat": (0, 1), "eos_rate": (0, 1),
         "fast": (0, 1), "blocks": (1, 2**20), "block_tokens": (1, 4096), "slots": (1, 4096), "slot_tokens": (2, 2**24),
+        "window": (2, 4096), "slack": (0, 4096), "snapshots": (0, 4096), "replay": (0, 2**24),
     }  # fmt: skip
     for key, (low, high) in limits.items():
         if key in facts and not low <= facts[key] <= high:
@@ -72,6 +74,7 @@ def open_executor(source: ModelSource, options: ToyOptions, context: BuildContex
         "max_tokens": context.engine.max_batch_tokens,
         "uri": source.uri,
     }
+    rings = _rings(source.uri, chosen)
     if chosen.get("kv", "paged") == "slots":
         return ToySlots(
             model,
@@ -82,4 +85,22 @@ def open_executor(source: ModelSource, options: ToyOptions, context: BuildContex
             **common,
         )
     size = chosen.get("block_tokens", context.engine.block_tokens)
-    return ToyPaged(model, n_blocks=chosen.get("blocks", 16384 // size), block_tokens=size, **common)
+    return ToyPaged(model, n_blocks=chosen.get("blocks", 16384 // size), block_tokens=size, **common, **rings)
+
+
+def _rings(uri: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a toy with a sliding window: snapshots of it by default, replay where that is set."""
+    window = chosen.get("window", 0)
+    if not window or chosen.get("kv") == "slots":
+        for key in _RING_KEYS:
+            if chosen.get(key):
+                why = "kv=slots has no rings" if window else "there is no window"
+                raise ModelError("HR-TOY-02", f"{key}={chosen[key]} for '{uri}', but {why}", "set window, and kv=paged")
+        return {}
+    replay = chosen.get("replay", 0)
+    return {
+        "window": window,
+        "slack": chosen.get("slack", 8),
+        "n_snapshots": chosen.get("snapshots", 0 if replay else 32),
+        "replay_tokens": replay,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,14 @@ def _mix32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     x *= np.uint32(0xC2B2AE35)
     x ^= x >> np.uint32(16)
     return x
+
+
+class Recent(NamedTuple):
+    """What a row that begins at `start` finds in its ring: cells of positions [start - len(cells), start)."""
+
+    start: int
+    window: int
+    cells: NDArray[np.int64]
 
 
 class ToyModel:
@@ -86,12 +94,15 @@ class ToyModel:
         ids = np.asarray(tokens, np.int64)
         return (np.arange(start, start + len(ids), dtype=np.int64) << 32) | ids
 
-    def logits_from(self, cells: NDArray[np.int64], first: int) -> NDArray[np.float32]:
+    def logits_from(self, cells: NDArray[np.int64], first: int, recent: Recent | None = None) -> NDArray[np.float32]:
         """Logits after each position of [first, len(cells)), given the cells of positions [0, len(cells)).
 
+        recent: what positions within the window are read from instead, `first` at or after its start.
         Returns [len(cells) - first, vocab] float32.
         """
         total = np.cumsum(_mix64(cells.view(np.uint64) + self._key), dtype=np.uint64)[first:]
+        if recent is not None:
+            total = total + self._difference(cells, recent, np.arange(first, len(cells)))
         total = _mix64(total + self._key)
         local = _mix64((cells[first:] & 0xFFFFFFFF).view(np.uint64) * np.uint64(0xD6E8FEB86659FD93) ^ self._key)
         noise = _mix32((total.astype(np.uint32))[:, None] ^ self._columns[None, :])
@@ -104,6 +115,14 @@ class ToyModel:
             favourite = np.where(ends, EOS, favourite)
         logits[np.arange(len(total)), favourite] += np.float32(8.0)
         return logits
+
+    def _difference(self, cells: NDArray[np.int64], recent: Recent, at: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What the sums at positions `at` gain by reading the part of their windows before `start` from the ring."""
+        start, n = recent.start, len(recent.cells)
+        instead = _mix64(recent.cells.view(np.uint64) + self._key)
+        gains = instead - _mix64(cells[start - n : start].view(np.uint64) + self._key)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(gains[::-1], dtype=np.uint64)])
+        return sums[np.clip(recent.window - 1 - (at - start), 0, n)]
 
     def logits(self, tokens: Seq[int]) -> NDArray[np.float32]:
         """Logits of the token that follows `tokens` (at least one), without any executor: [vocab] float32."""

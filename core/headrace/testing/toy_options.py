@@ -24,3 +24,11 @@ class ToyOptions(Options):
     """Slots accept any trim; false imitates recurrent memory."""
     fork: bool | None = None
     """Slots can be forked; default true."""
+    window: int | None = Field(None, ge=2)
+    """Positions that are read from a ring beside the blocks, as sliding windows are (paged); default: no rings."""
+    slack: int | None = Field(None, ge=0)
+    """Positions that rings are longer than the window, for rejected drafts; default 8."""
+    snapshots: int | None = Field(None, ge=0)
+    """Copies of rings that are kept for prefix hits; default 32, or 0 with replay."""
+    replay: int | None = Field(None, ge=0)
+    """Tokens before a prefix hit that run again to rebuild rings, where there are no snapshots; default 0."""
