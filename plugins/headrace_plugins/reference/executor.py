@@ -45,6 +45,9 @@ RING_BLOCK_TOKENS = 128
 RING_SLACK = 12
 """Entries of rings beyond a window: most drafts of a row. With a window of 128 it makes the 140 tokens of a prompt that
 DeepInfer's README keeps."""
+COMPILED = frozenset({"norm.rms", "rope.apply", "act.swiglu", "mhc.collapse", "mhc.update", "engram.gate"})
+"""Ops of element-wise work, which torch.compile turns into one loop each. Whole models have too many loops over data
+for it to help."""
 WATCHED = "norm.rms"
 """An op that every layer of every model calls: there an interrupt is noticed."""
 
@@ -99,7 +102,7 @@ class ReferenceExecutor(Executor):
         )
         needed = (*getattr(self._factory, "needs", ()), "sample.step")
         ops = bind(needed, context.kernels(DEVICE), made_for, options.kernels)
-        return ops if options.compile else _watched(ops, self._interrupted)
+        return _wrapped(ops, self._interrupted, options.compile)
 
     def _new_model(self, block_tokens: int) -> Model:
         options = self._options
@@ -148,7 +151,8 @@ class ReferenceExecutor(Executor):
             max_rows=engine.max_sequences,
             max_tokens=engine.max_batch_tokens,
             blocking_forward=True,
-            row_invariant=self._build.determinism == "batch-invariant",
+            # compiled loops round their last few elements by other code
+            row_invariant=self._build.determinism == "batch-invariant" and not options.compile,
             deterministic=True,
             partial_trim=True,
             drafts=True,
@@ -201,7 +205,7 @@ class ReferenceExecutor(Executor):
         except BaseException:
             self.close()
             raise
-        self._forward = torch.compile(model.forward, dynamic=True) if options.compile else model.forward
+        self._forward = model.forward
         self.model = self._describe_model(model)
 
     def _weights(self, model: Model) -> Mapping[str, Any]:
@@ -319,9 +323,13 @@ def _architecture(facts: ModelFacts, context: BuildContext) -> Any:
     return context.architecture(facts.architecture)
 
 
-def _watched(ops: Ops, interrupted: threading.Event) -> Ops:
-    """The same ops; one that every layer calls raises StepFailed once `interrupted` is set."""
+def _wrapped(ops: Ops, interrupted: threading.Event, compiled: bool) -> Ops:
+    """The same ops, element-wise ones compiled if asked for; one that every layer calls raises StepFailed once
+    `interrupted` is set."""
     kernels = {each.op: _kernel(ops, each.op) for each in ops.bound}
+    if compiled:
+        for name in COMPILED & kernels.keys():
+            kernels[name] = torch.compile(kernels[name], dynamic=True)
     if WATCHED in kernels:
         real = kernels[WATCHED]
 

@@ -47,7 +47,7 @@ class ReferenceOptions(Options):
     dummy_weights: bool = False
     """Random weights in place of the checkpoint's: for planning memory and time."""
     compile: bool = False
-    """Pass the model through torch.compile; needs a C++ compiler."""
+    """Pass element-wise ops through torch.compile; needs a C++ compiler. Not batch-invariant."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads that PyTorch computes with; holds for the whole process. Unset: PyTorch's own choice."""
     kernels: dict[str, str] = Field(default_factory=dict)

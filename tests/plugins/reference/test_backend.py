@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -290,3 +291,68 @@ def test_closing_frees_the_weights(dense: Callable[..., str]) -> None:
     assert weights() is None
     with pytest.raises(StepFailed, match="closed"):
         executor._forward()
+
+
+# --- options that change numbers -------------------------------------------------------------------------------------
+
+
+def last_logits(path: str, **options: Any) -> Any:
+    from reference_driver import Run, logits_of, opened, request
+
+    executor = opened(path, determinism="seeded", **options)
+    return logits_of(Run(executor).add(request("r", range(5, 25), max_tokens=0, logits=True)).finish()["r"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_ops_give_the_same_up_to_rounding(dense: Callable[..., str]) -> None:
+    plain, compiled = last_logits(dense()), last_logits(dense(), compile=True)
+    assert 0 < abs(plain - compiled).max() < 1e-4 * abs(plain).max()
+
+
+def test_compiled_ops_are_not_batch_invariant(dense: Callable[..., str]) -> None:
+    from headrace.llm import LLM
+
+    with pytest.raises(ConfigError, match="batch-invariant") as found:
+        LLM(dense(), backend={"use": "reference", "compile": True}, determinism="batch-invariant")
+    assert found.value.code == "HR-CONFIG-10"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"quantise_activations": True}, {"cache": "plain"}, {"compute": "bfloat16"}, {"weights": "quantised"}],
+    ids=str,
+)
+def test_number_formats(options: dict[str, Any]) -> None:
+    """Each is near the default on a packed checkpoint, and none but packed weights is equal to it."""
+    from golden import GOLDEN
+
+    path = str(GOLDEN / "model_quant" / "q1")
+    plain, other = last_logits(path), last_logits(path, **options)
+    same = options == {"weights": "quantised"}
+    assert (abs(plain - other).max() < 1e-4) == same
+    assert abs(plain - other).mean() < 0.2 * abs(plain).max()
+
+
+def test_snapshots_are_as_many_as_asked_for() -> None:
+    from golden import GOLDEN
+    from reference_driver import new_executor
+
+    path = str(GOLDEN / "model_text" / "t1")
+    assert new_executor(path).layout.n_snapshots == 4 * 8
+    assert new_executor(path, snapshots=3).layout.n_snapshots == 3
+    assert new_executor(path).layout.block_tokens == 128, "rings: few, large blocks"
+    off = new_executor(path, engine=EngineOptions(prefix_cache=False)).layout
+    assert (off.n_snapshots, off.has_rings) == (0, True)
+
+
+def test_few_kept_tokens_are_refused() -> None:
+    from golden import GOLDEN
+    from reference_driver import new_executor
+
+    path = str(GOLDEN / "model_text" / "t1")
+    least = new_executor(path, replay="compact").layout.rerun_tokens
+    assert new_executor(path, replay="mask", replay_keep_tokens=least + 5).layout.rerun_tokens == least + 5
+    with pytest.raises(ConfigError, match=f"replay_keep_tokens = {least - 1}") as found:
+        new_executor(path, replay="compact", replay_keep_tokens=least - 1)
+    assert found.value.code == "HR-REFERENCE-13"
