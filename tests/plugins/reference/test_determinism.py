@@ -217,13 +217,17 @@ def test_a_rebuilt_window_is_close_and_is_no_copy() -> None:
 
 
 def test_mask_and_compact_are_the_same() -> None:
+    asked = [request(str(i), PROMPTS[i], logprobs=3) for i in range(6)]
     found = []
     for replay in ("mask", "compact"):
         executor = opened(V41, engine=ENGINE, block_tokens=8, replay=replay)
         assert executor.layout.rerun_tokens == 8 + 12, "the window and the slack"
         assert executor.caps.refuses
         assert not executor.caps.prompt_logits
-        found.append(Run(executor).add(*(request(str(i), PROMPTS[i], logprobs=3) for i in range(6))).finish())
+        found.append(Run(executor).add(*asked).finish())
     for i in range(6):
         assert tokens_of(found[0][str(i)]) == tokens_of(found[1][str(i)])
         assert found[0][str(i)].logprobs == found[1][str(i)].logprobs
+    whole = Run(opened(V41, engine=ENGINE, block_tokens=8)).add(*asked).finish()
+    differ = [whole[str(i)].logprobs != found[0][str(i)].logprobs for i in range(6)]
+    assert differ == [len(PROMPTS[i]) > 8 + 12 for i in range(6)], "prompts that are longer than what is kept"
