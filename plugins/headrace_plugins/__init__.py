@@ -60,7 +60,7 @@ def headrace_models() -> Iterable[ArchSpec]:
         architectures=("DeepseekV41ForCausalLM",),
         factory="headrace_plugins.models.deepseek_v41.model:DeepseekV41",
         summary="DeepSeek-V4.1: text backbone and draft stages",
-        requires=("torch",),
+        requires=("torch", "tokenizers"),
         install="pip install 'headrace[torch]'",
     )
 

@@ -236,14 +236,15 @@ def _byte_level(name: str) -> bytes:
         return name.encode("utf-8", "surrogatepass")
 
 
-def _byte_table() -> dict[str, int]:
-    """GPT-2's table: printable bytes of Latin-1 are themselves, the others are moved to U+0100 and on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+def byte_characters() -> list[str]:
+    """The character that stands for each byte, GPT-2's table: printable ones of Latin-1 for themselves, the others from
+    U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
 
 
-_BYTE_OF: Mapping[str, int] = _byte_table()
+_BYTE_OF: Mapping[str, int] = {char: byte for byte, char in enumerate(byte_characters())}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

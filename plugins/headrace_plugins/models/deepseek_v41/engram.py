@@ -5,8 +5,7 @@ Source: DeepSeek-V4.1 model description, "Engram" (DeepInfer `v4_modules/engram.
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -16,11 +15,10 @@ from headrace.contracts import Tokenizer
 from headrace.errors import ModelError
 from headrace.modeling import Batch, Weight
 from headrace.ops import Ops
+from headrace_plugins.hf_tokenizer import byte_characters
 from headrace_plugins.models.deepseek_v41.config import EngramConfig, TextConfig
 
 SEED_PER_LAYER = 10007
-WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""Unicode's White_Space; Python's own idea of it also has \\x1c to \\x1f."""
 
 
 # --- the compressed vocabulary ---------------------------------------------------------------------------------------
@@ -30,7 +28,7 @@ def compress_vocabulary(tokenizer: Tokenizer) -> list[int]:
     """Number of each token's normalised text, in the order of first appearance: tokens that differ only in case,
     accents or white space share one. -1 for ids that the tokenizer has nothing for."""
     numbers: dict[str, int] = {}
-    pieces = _byte_pieces()
+    characters, normalise = byte_characters(), _normaliser()
     result = []
     for token in range(tokenizer.n_vocab):
         data = tokenizer.token_bytes(token)
@@ -38,26 +36,22 @@ def compress_vocabulary(tokenizer: Tokenizer) -> list[int]:
             result.append(-1)
             continue
         text = data.decode("utf-8", "replace")
-        key = "".join(pieces[byte] for byte in data) if "\ufffd" in text else _normalise(text) or text
+        key = "".join(characters[byte] for byte in data) if "\ufffd" in text else normalise(text) or text
         result.append(numbers.setdefault(key, len(numbers)))
     return result
 
 
-def _normalise(text: str) -> str:
-    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    text = "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
-    for char in "\t\r\n":
-        text = text.replace(char, " ")
-    while "  " in text:
-        text = text.replace("  ", " ")
-    return text if text == " " else text.strip(WHITE)
+def _normaliser() -> Callable[[str], str]:
+    """By the library that the released tables were made with: marks that it takes for accents (vowel signs of Indic
+    scripts among them), blanks and the version of Unicode are its own, not Python's."""
+    from tokenizers import Regex, normalizers
 
-
-def _byte_pieces() -> list[str]:
-    """How a byte-level vocabulary writes each byte: printable ones as themselves, others from U+0100 on."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+    blank = "\ue000"  # in place of a lone blank, while blanks at the ends go
+    steps = [normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    steps += [normalizers.Replace(Regex(r"[ \t\r\n]+"), " "), normalizers.Replace(Regex("^ $"), blank)]
+    steps += [normalizers.Strip(), normalizers.Replace(blank, " ")]
+    normalise: Callable[[str], str] = normalizers.Sequence(steps).normalize_str
+    return normalise
 
 
 # --- hashing ---------------------------------------------------------------------------------------------------------
