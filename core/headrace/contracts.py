@@ -234,7 +234,7 @@ class KVSpace(Contract):
 
     @abstractmethod
     def check(self, running: Iterable[Sequence]) -> None:
-        """Assert every invariant (tests call it after each step)."""
+        """Assert every invariant, between steps (tests call it after each)."""
 
 
 class Drafter(Contract):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,19 @@ from headrace.testing.toy import (
     ToyTokenizer,
 )
 from headrace.testing.toy_parts import _ToyCompiled, _ToyMatcher
-from headrace.types import Capabilities, CopyBlock, Grammar, KVLayout, ModelSpec, Proposal, StepPlan, Trim
+from headrace.types import (
+    Begin,
+    Capabilities,
+    CopyBlock,
+    Grammar,
+    KVLayout,
+    ModelSpec,
+    Proposal,
+    Restore,
+    Snapshot,
+    StepPlan,
+    Trim,
+)
 
 # --- executors -------------------------------------------------------------------------------------------------------
 
@@ -63,6 +75,71 @@ class NoTrim(ToySlots):
 
 class TestNoTrim(Slots):
     executor_class = NoTrim
+
+
+class Rings(ExecutorConformance):
+    executor_class: type[ToyPaged] = ToyPaged
+
+    def make(self) -> Executor:
+        return self.executor_class(ToyModel(), n_blocks=64, block_tokens=8, window=6, slack=4, n_snapshots=2)
+
+
+class SnapshotsLate(ToyPaged):
+    """A snapshot is the ring as it is when it is restored."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.asked: dict[int, Snapshot] = {}
+
+    def _apply(self, op: Any) -> None:
+        if isinstance(op, Snapshot):
+            self.asked[op.dst] = op
+            return
+        if isinstance(op, Restore):
+            super()._apply(self.asked[op.src])
+        super()._apply(op)
+
+
+class TestSnapshotsLate(Rings):
+    executor_class = SnapshotsLate
+
+
+class NoRestore(ToyPaged):
+    def _apply(self, op: Any) -> None:
+        if not isinstance(op, Restore):
+            super()._apply(op)
+
+
+class TestNoRestore(Rings):
+    executor_class = NoRestore
+
+
+class LessSlack(ToyPaged):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layout = replace(self.layout, slack_tokens=self.layout.slack_tokens + 2)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._rings.size -= 2
+
+
+class TestLessSlack(Rings):
+    executor_class = LessSlack
+
+
+class WritesBelow(ToyPaged):
+    """Rows that only rebuild their rings change shared blocks."""
+
+    def forward(self, plan: StepPlan) -> Any:
+        step = super().forward(plan)
+        for row in range(len(plan.seq) if plan.write_from is not None else 0):
+            self._kv[self._place(plan, row, int(plan.write_from[row]))[int(plan.start[row]) :]] ^= 1
+        return step
+
+
+class TestWritesBelow(Rings):
+    executor_class = WritesBelow
 
 
 class NoCopy(ToyPaged):
@@ -111,10 +188,10 @@ class TestSeedIgnored(Paged):
 
 
 class ShortMemory(ToyModel):
-    def logits_from(self, cells: Any, first: int) -> Any:
+    def logits_from(self, cells: Any, first: int, recent: Any = None) -> Any:
         cells = cells.copy()
         cells[: max(0, first - 1)] &= ~0xFFFFFFFF
-        return super().logits_from(cells, first)
+        return super().logits_from(cells, first, recent)
 
 
 class TestShortMemory(ExecutorConformance):
@@ -199,6 +276,70 @@ class NoRollback(SlotSpace):
 
 class TestNoRollback(SlotKV):
     space_class = NoRollback
+
+
+class RingKV(PagedKV):
+    rings: ClassVar[dict[str, int]] = {"window": 5, "slack": 3, "n_snapshots": 6}
+
+
+class LateSnapshots(PagedSpace):
+    def chunk_end(self, seq: Any, end: int) -> int:
+        return end
+
+    def _passes(self, seq: Any, keep: int, ops: Any) -> None:
+        high, self._high[seq.slot] = self._high[seq.slot], 0
+        super()._passes(seq, keep, ops)
+        self._high[seq.slot] = high
+
+
+class TestLateSnapshots(RingKV):
+    space_class = LateSnapshots
+
+
+class NeverBegins(PagedSpace):
+    def admit(self, seq: Any, ops: Any, use_prefix: bool = True) -> bool:
+        own: list[Any] = []
+        admitted = super().admit(seq, own, use_prefix)
+        ops += [op for op in own if not isinstance(op, Begin)]
+        return admitted
+
+
+class TestNeverBegins(RingKV):
+    space_class = NeverBegins
+
+
+class KeepsSnapshots(PagedSpace):
+    """Of blocks that are forgotten."""
+
+    def _forget(self, block: int) -> None:
+        n, self.n_snapshots = self.n_snapshots, 0
+        super()._forget(block)
+        self.n_snapshots = n
+
+
+class TestKeepsSnapshots(RingKV):
+    space_class = KeepsSnapshots
+
+
+class TrustsRings(PagedSpace):
+    """After a failed step."""
+
+    def rollback(self, seq: Any, ops: Any) -> None:
+        self._high[seq.slot] = seq.computed
+
+
+class TestTrustsRings(RingKV):
+    space_class = TrustsRings
+
+
+class RewritesShared(PagedSpace):
+    def write_from(self, slots: Any) -> None:
+        return None
+
+
+class TestRewritesShared(PagedKV):
+    rings: ClassVar[dict[str, int]] = {"window": 5, "slack": 3, "replay_tokens": 6}
+    space_class = RewritesShared
 
 
 class ReusesAnyway(PagedSpace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -66,6 +66,25 @@ class TestToyPagedFailsLate(TestToyPaged):
         return ToyPaged(ToyModel(), n_blocks=64, block_tokens=4, fail_at="collect")
 
 
+class TestToyPagedWithRings(FaultyToys):
+    rings: ClassVar[dict[str, int]] = {"n_snapshots": 2, "history_tokens": 2}
+
+    def make(self) -> Executor:
+        return ToyPaged(ToyModel(), n_blocks=64, block_tokens=8, window=6, slack=5, **self.rings)
+
+
+class TestToyPagedWithReplay(TestToyPagedWithRings):
+    rings: ClassVar[dict[str, int]] = {"replay_tokens": 5}
+
+
+class TestToyPagedWithRoughReplay(TestToyPagedWithRings):
+    rings: ClassVar[dict[str, int]] = {"replay_tokens": 2}
+
+
+class TestToyPagedWithLostRings(TestToyPagedWithRings):
+    rings: ClassVar[dict[str, int]] = {"history_tokens": 1}
+
+
 class TestToySlots(FaultyToys):
     def make(self) -> Executor:
         return ToySlots(ToyModel(), n_slots=4, slot_tokens=256)
@@ -90,6 +109,31 @@ class TestPagedSpaceWithoutCache(TestPagedSpace):
 
     def make(self, layout: KVLayout, caps: Capabilities) -> KVSpace:
         return PagedSpace(layout, self.max_sequences, prefix_cache=False)
+
+
+class TestPagedSpaceWithSnapshots(TestPagedSpace):
+    rings: ClassVar[dict[str, int]] = {"window": 5, "slack": 3, "n_snapshots": 6, "history_tokens": 2}
+
+
+class TestPagedSpaceWithFewSnapshots(TestPagedSpace):
+    rings: ClassVar[dict[str, int]] = {"window": 3, "slack": 4, "n_snapshots": 1, "rerun_tokens": 2}
+
+
+class TestPagedSpaceWithReplay(TestPagedSpace):
+    rings: ClassVar[dict[str, int]] = {"window": 6, "slack": 3, "replay_tokens": 5}
+
+
+class TestPagedSpaceWithReplayAndRerun(TestPagedSpace):
+    rings: ClassVar[dict[str, int]] = {"window": 4, "slack": 3, "replay_tokens": 7, "rerun_tokens": 2}
+
+
+class TestPagedSpaceWithLostRings(TestPagedSpace):
+    expect_hits = False
+    rings: ClassVar[dict[str, int]] = {"window": 6, "slack": 3}
+
+
+class TestPagedSpaceWithRingsButNoCache(TestPagedSpaceWithoutCache):
+    rings: ClassVar[dict[str, int]] = {"window": 5, "slack": 3, "n_snapshots": 6}
 
 
 class TestSlotSpace(KVSpaceConformance):

@@ -57,6 +57,8 @@ class RigRow:
     counts: Mapping[int, int] | None = None
     masks: Seq[Seq[int]] = ()
     """Allowed ids of each of the 1 + n_draft sampled positions; empty = unconstrained."""
+    write_from: int = 0
+    """Paged writes below this position are suppressed."""
     targets: Seq[int] = ()
     """Next token of each position, for PROMPT_LOGPROBS."""
 
@@ -96,7 +98,8 @@ class Rig:
         self.lengths[seq] = 0
 
     def fork(self, src: int, dst: int, upto: int) -> None:
-        """dst gets positions [0, upto) of src: Fork on slots; shared full blocks and a copied one when paged."""
+        """dst gets positions [0, upto) of src: Fork on slots; shared full blocks and a copied one when paged, and rings
+        by way of the first snapshot, where there is one."""
         if self.tables is None:
             self.ops.append(Fork(src, dst, upto))
         else:
@@ -161,6 +164,7 @@ class Rig:
             kv_ops=ops,
             blocks=None if self.tables is None else self.tables[slots],
             targets=_ints(targets) if any(row.targets or row.wants & WANT_ALL_POSITIONS for row in rows) else None,
+            write_from=_ints([row.write_from for row in rows]) if any(row.write_from for row in rows) else None,
             history=self._history(rows, starts),
             n_prompt=_ints([0] * len(rows)) if self.executor.layout.rerun_tokens else None,
         )

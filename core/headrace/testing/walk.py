@@ -16,6 +16,7 @@ import pytest
 
 from headrace.contracts import KVSpace
 from headrace.errors import StepFailed
+from headrace.planning import tokens_before
 from headrace.testing.rig import Rig, RigRow
 from headrace.testing.toy import ToyPaged, ToySlots
 from headrace.types import WANT_LOGITS, WANT_TOKEN, KVOp, Request, SamplingParams, Sequence
@@ -50,8 +51,10 @@ class Walk:
         return seq if self.readmit(seq, use_prefix=use_prefix) else None
 
     def readmit(self, seq: Sequence, *, use_prefix: bool = True) -> bool:
+        restorable = self.space.restorable(seq) if use_prefix else 0
         admitted = self.space.admit(seq, self.ops, use_prefix)
         if admitted:
+            assert not restorable or seq.computed == restorable, "it starts elsewhere than restorable() said"
             assert 0 <= seq.computed < len(seq.tokens), "admit leaves at least one token to compute"
             self.running.append(seq)
         self.space.check(self.running)
@@ -99,10 +102,13 @@ class Walk:
         self.space.check(self.running)
 
     def release(self, seq: Sequence, *, reuse: bool = True) -> None:
+        self._leave(seq, reuse)
+        self.space.check(self.running)
+
+    def _leave(self, seq: Sequence, reuse: bool = True) -> None:
         self.running.remove(seq)
         self.space.release(seq, self.ops, reuse)
         assert seq.slot == -1
-        self.space.check(self.running)
 
     def finish(self, seq: Sequence) -> None:
         """Compute all of its tokens and one more, then release it."""
@@ -141,6 +147,8 @@ class Walk:
     def _part(self, seq: Sequence) -> Part:
         pending = len(seq.tokens) - seq.computed
         n = self.rng.randint(1, pending)
+        if self.rng.random() < 0.7:
+            n = self.space.chunk_end(seq, seq.computed + n) - seq.computed
         if n < pending or not self.toy.caps.drafts:
             return seq, n, []
         drafts = self.toy.toy.generate(seq.tokens, self.rng.randint(0, 3))
@@ -151,13 +159,13 @@ class Walk:
         kept = []
         for seq, n, drafts in parts:
             if seq.computed + n + len(drafts) > self.toy.toy.context:
-                self.release(seq)
+                self._leave(seq)
             elif self.space.reserve(seq, seq.computed + n + len(drafts), self.ops):
                 kept.append((seq, n, drafts))
             elif self.space.reserve(seq, seq.computed + n, self.ops):
                 kept.append((seq, n, []))
             else:
-                self.release(seq)
+                self._leave(seq)
         return kept
 
     def _plan(self, parts: Seq[Part]) -> tuple[Any, list[RigRow]]:
@@ -180,4 +188,14 @@ class Walk:
         plan = self._rig.plan(rows)
         self._rig.tables = tables
         slots = np.array([seq.slot for seq, _, _ in parts], np.int32)
-        return replace(plan, slot=slots, blocks=self.space.table(slots)), rows
+        seqs, layout = [seq for seq, _, _ in parts], self.toy.layout
+        n_history = self.toy.caps.history_tokens
+        plan = replace(
+            plan,
+            slot=slots,
+            blocks=self.space.table(slots),
+            write_from=self.space.write_from(slots),
+            history=tokens_before(seqs, n_history) if n_history else None,
+            n_prompt=np.array([seq.n_prompt for seq in seqs], np.int32) if layout.rerun_tokens else None,
+        )
+        return plan, rows

@@ -89,3 +89,7 @@ class TestDeepseekV41(OnDeepseekV41):
 
 class TestDeepseekV41Drafter(OnDeepseekV41):
     options: ClassVar[dict[str, Any]] = {"block_tokens": 128, "draft": True, "cache": "plain"}
+
+
+class TestDeepseekV41Replay(OnDeepseekV41):
+    options: ClassVar[dict[str, Any]] = {"block_tokens": 8, "prefix": "replay"}

@@ -26,6 +26,9 @@ class StepChecks(ExecutorFixture):
             assert layout.n_blocks >= 1
             assert layout.block_tokens >= 1
             assert layout.groups, "a paged layout names at least one KV group"
+            assert all(group.grain_bytes > 0 for group in layout.groups)
+            assert layout.has_rings or not (layout.n_snapshots or layout.replay_tokens), "they are for rings"
+            assert not (layout.has_rings and caps.drafts and layout.slack_tokens < 1), "rejected drafts need slack"
         else:
             assert layout.n_slots >= 1
             assert layout.slot_tokens >= 1
@@ -139,10 +142,13 @@ class StepChecks(ExecutorFixture):
     def test_trim_forgets_what_came_after(self, rig: Rig) -> None:
         need(rig.executor.caps.kv == "paged" or rig.executor.caps.partial_trim, "caps.partial_trim is False")
         a, b, *_ = self.prompts(rig.executor)
-        want = self._logits(rig, a[:2] + b)
+        layout = rig.executor.layout
+        keep = max(2, len(a) + 2 - layout.slack_tokens) if layout.has_rings else 2
+        need(keep <= len(a), "rings without slack")
+        want = self._logits(rig, a[:keep] + b)
         rig.free(0)
         rig.generate(a, 3)
-        rig.trim(0, 2)
+        rig.trim(0, keep)
         self._same(rig, self._logits(rig, b), want)
 
     def test_free_forgets_everything(self, rig: Rig) -> None:
@@ -160,6 +166,8 @@ class StepChecks(ExecutorFixture):
         need(rig.n_sequences > 1, "one sequence at a time")
         need(caps.kv == "paged" or caps.fork, "caps.fork is False")
         need(not drop or caps.kv == "paged" or caps.partial_trim, "caps.partial_trim is False")
+        layout = rig.executor.layout
+        need(not layout.has_rings or (layout.n_snapshots and drop <= layout.slack_tokens), "rings can't be copied")
         a, b, *_ = self.prompts(rig.executor)
         want_branch = self._logits(rig, a[: len(a) - drop] + b)
         rig.free(0)
