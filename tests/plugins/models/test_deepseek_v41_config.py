@@ -185,6 +185,10 @@ def test_the_architecture_is_registered() -> None:
         (released(n_shared_experts=2), "HR-MODEL-21", "n_shared_experts = 2"),
         (released(hidden_size="5120"), "HR-MODEL-21", "hidden_size = '5120'"),
         (released(hidden_size=0), "HR-MODEL-21", "at least 1"),
+        (released(hidden_size=float("inf")), "HR-MODEL-21", "hidden_size = inf"),
+        (released(rope_theta=float("inf")), "HR-MODEL-21", "rope_theta = inf"),
+        (released(use_fp4_sparse_kv="false"), "HR-MODEL-21", "use_fp4_sparse_kv = 'false'"),
+        (released({"image_token_id": "<image>"}), "HR-MODEL-21", "image_token_id = '<image>'"),
         (released(head_dim=500), "HR-MODEL-21", "head_dim = 500"),
         (released(o_groups=7), "HR-MODEL-21", "divisor of the 64 heads"),
         (released(num_experts_per_tok=400), "HR-MODEL-21", "num_experts_per_tok = 400"),
@@ -230,6 +234,7 @@ def test_configs_that_are_refused(config: dict[str, Any], code: str, words: str)
             "no d",
         ),
         (released(engram_layer_ids=[1, 21]), {"replay": "compact"}, "engram_layer_ids"),
+        (released(kv_source_layer_ids=[2, 8, 14, 20, 28]), {"replay": "compact"}, r"kv_source_layer_ids has \[28\]"),
         (released(dspark_target_layer_ids=[19, 20]), {"replay": "mask", "draft": True}, "both sides of layer 20"),
     ],
 )

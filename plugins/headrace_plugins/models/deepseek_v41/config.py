@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headrace.errors import ModelError
+from headrace_plugins.checkpoint.matching import QUANTISATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ class _Reader:
                 "is this the config.json of a DeepSeek-V4.1 checkpoint, complete?",
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or value < least or (kind is int and value != int(value)):
+        if not is_number or not least <= value < 1 << 63 or (kind is int and value != int(value)):
             self.refuse(key, f"{'a number' if kind is float else 'a whole number'} of at least {least}")
         return kind(value)
 
@@ -215,7 +216,7 @@ def read_config(config: Mapping[str, Any]) -> TextConfig:
         layers=layers,
         engram=engram,
         draft=_read_draft(reader, len(layers)),
-        image_token=config.get("image_token_id"),
+        image_token=_read_image_token(config),
     )
     _check_sizes(reader, result)
     return result
@@ -235,17 +236,7 @@ def _check_constants(reader: _Reader) -> None:
     reader.only("topk_group", 1, None)
     reader.only("num_hash_layers", 0, None)
     reader.only("gate_temp", 1.0)
-
-
-QUANTISATION = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [32, 32],
-    "scale_fmt": "ue8m0",
-    "expert_dtype": "fp4",
-}
-"""The one quantisation that checkpoints of this architecture have. Source: "Quantised linear layers"."""
+    reader.only("use_fp4_sparse_kv", True, False)
 
 
 def _check_quantisation(table: Any) -> None:
@@ -354,6 +345,12 @@ def _read_engram(reader: _Reader, layers: tuple[LayerPlan, ...]) -> EngramConfig
         compressed_vocab_size=reader.number("engram_compressed_vocab_size", 99092),
         pad_token=reader.number("engram_pad_token_id", 2, least=0),
     )
+
+
+def _read_image_token(config: Mapping[str, Any]) -> int | None:
+    if config.get("image_token_id") is None:
+        return None
+    return int(_Reader(config, "top level").number("image_token_id", least=0))
 
 
 def _read_draft(reader: _Reader, count: int) -> DraftConfig | None:

@@ -234,6 +234,13 @@ def _check_context(config: TextConfig, context: ModelContext) -> int:
         raise _refused(f"{why}, and config.json, compress_ratios has none", "set replay = 'off'")
     if any(plan.consumer and plan.engram >= 0 for plan in config.layers):
         raise _refused(f"{why}, and config.json, engram_layer_ids has one of them", "set replay = 'off'")
+    late = [plan.index for plan in config.layers if plan.owns_kv and plan.index > boundary]
+    if late:
+        raise _refused(
+            f"{why}, and config.json, kv_source_layer_ids has {late} after it, whose keys of skipped tokens would be"
+            " missing",
+            "set replay = 'off'",
+        )
     if context.draft and config.draft and len({target >= boundary for target in config.draft.targets}) > 1:
         raise _refused(
             f"{why}, and config.json, dspark_target_layer_ids = {list(config.draft.targets)} lie on both sides of layer"
