@@ -10,6 +10,8 @@ from torch import Tensor
 
 from headrace.modeling import Cache, CacheFormat
 from headrace.ops import KernelContext
+from headrace_plugins.reference.kernels import formats
+from headrace_plugins.reference.kernels.cache import store
 
 JUNK = 0xFF
 """Fills fresh pools: NaN in every format that has one."""
@@ -17,6 +19,11 @@ JUNK = 0xFF
 
 def context(compute: Literal["float32", "bfloat16"] = "float32", exact: bool = False) -> KernelContext:
     return KernelContext(device="cpu", compute=compute, exact=exact)
+
+
+def round_trip(format: CacheFormat, x: Tensor) -> Tensor:
+    """x as it comes back from a cache of this format. [..., width] -> like x."""
+    return formats.unpack_entries(format, formats.pack(format, x)).to(x.dtype)
 
 
 def make_cache(format: CacheFormat, grains: int, grain: int, before: int = 32, after: int = 96) -> Cache:
@@ -38,8 +45,6 @@ class Paged:
 
 
 def make_paged(format: CacheFormat, lengths: list[int], grain: int, seed: int = 0) -> Paged:
-    from headrace_plugins.reference.kernels.cache import store
-
     random = torch.Generator().manual_seed(seed)
     n_blocks = [-(-length // grain) for length in lengths]
     cache = make_cache(format, sum(n_blocks) + 3, grain)

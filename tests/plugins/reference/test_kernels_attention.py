@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="the reference kernels need PyTorch: pip install 'headrace[torch]'")
 
 import golden  # noqa: E402
-from kernel_caches import context, make_cache, make_paged  # noqa: E402
+from kernel_caches import context, make_cache, make_paged, round_trip  # noqa: E402
 
 from headrace.modeling import CacheFormat  # noqa: E402
 from headrace_plugins.reference.kernels import attention as kernels  # noqa: E402
-from headrace_plugins.reference.kernels import cache, formats  # noqa: E402
+from headrace_plugins.reference.kernels import cache  # noqa: E402
 
 SPARSE = {"plain": kernels.attn_sparse, "tiled": kernels.attn_sparse_tiled}
 PAGED = {"plain": kernels.attn_paged, "tiled": kernels.attn_paged_tiled}
@@ -73,7 +73,7 @@ def sparse_batch(counts, compute, name=("q8", "q4"), seed=0, heads=4, d=64, wind
         lists.append(index)
     q = (torch.randn(len(counts), heads, d, generator=random) * 2).to(getattr(torch, compute))
     sink = torch.randn(heads, generator=random)
-    return q, caches, lists, sink, [formats.round_trip(c.format, v) for c, v in zip(caches, values, strict=True)]
+    return q, caches, lists, sink, [round_trip(c.format, v) for c, v in zip(caches, values, strict=True)]
 
 
 COUNTS = [(11, 7), (1, 0), (0, 0), (0, 3), (4, 7), (11, 0), (8, 1)]
@@ -193,7 +193,7 @@ def test_paged_is_causal_attention(name, compute, make, monkeypatch):
     got = attend()
     assert got.dtype == q.dtype
     for token, (r, p) in enumerate(zip(row.tolist(), positions.tolist(), strict=True)):
-        own = [formats.round_trip(keys.cache.format, x.values[r][: p + 1]) for x in (keys, values)]
+        own = [round_trip(keys.cache.format, x.values[r][: p + 1]) for x in (keys, values)]
         assert golden.rel(got[token], expected_paged(q[token], *own, 0.4)) <= CLOSE[compute]
     monkeypatch.setattr(kernels, "SCRATCH", 1)
     assert golden.rel(attend(), got) <= CLOSE[compute]

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the reference kernels need torch")
 pytest.importorskip("safetensors", reason="golden tensors are safetensors")
 
-from golden import OpCase, bf16_ulps, op_cases, rel  # noqa: E402
+from golden import OpCase, bf16_ulps, rel  # noqa: E402
+from kernel_cases import cases, numbers  # noqa: E402
 
 from headrace.modeling import Quantised  # noqa: E402
 from headrace.ops import KernelContext  # noqa: E402
@@ -20,16 +21,6 @@ BF16 = KernelContext(device="cpu", compute="bfloat16")
 DENSE = (basic.linear_dense, basic.linear_dense_tiled)
 GROUPED = (basic.linear_grouped, basic.linear_grouped_tiled)
 EXPERTS = (basic.moe_experts, basic.moe_experts_tiled)
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float32)
-
-
-def cases(op: str, of: str = "", without: str = "?") -> Any:
-    chosen = [case for case in op_cases(op) if of in case.name and without not in case.name]
-    assert chosen
-    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
 
 
 # --- embedding, norm, rotary positions -------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ torch = pytest.importorskip("torch", reason="the reference kernels need PyTorch:
 import golden  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kernel_caches import JUNK, context, make_cache  # noqa: E402
+from kernel_caches import JUNK, context, make_cache, round_trip  # noqa: E402
 
 from headrace.modeling import Cache, CacheFormat  # noqa: E402
 from headrace_plugins.reference.kernels import cache as kernels  # noqa: E402
-from headrace_plugins.reference.kernels import formats  # noqa: E402
 
 FORMATS = ("q8", "q4", "qm", "float32", "bfloat16")
 
@@ -48,7 +47,7 @@ def test_entries_come_back_from_any_address_and_shape(name):
     order = torch.randperm(15)
     kv_store(cache, order, values)
     expected = torch.empty(15, 64)
-    expected[order] = formats.round_trip(format, values)
+    expected[order] = round_trip(format, values)
     assert torch.equal(kv_load(cache, torch.arange(15)), expected)
     slots = torch.tensor([[14, -1], [0, 0], [-1, 7]])
     shaped = kv_load(cache, slots)
@@ -64,7 +63,7 @@ def test_the_later_value_wins_and_minus_one_writes_nothing(name):
     values = torch.randn(6, 32)
     kv_store(cache, torch.tensor([3, -1, 3, 6, -1, 3]), values)
     expected = torch.zeros(8, 32)
-    expected[[3, 6]] = formats.round_trip(format, values[[5, 3]])
+    expected[[3, 6]] = round_trip(format, values[[5, 3]])
     assert torch.equal(kv_load(cache, torch.arange(8)), expected)
 
 
@@ -133,7 +132,7 @@ def test_stores_and_loads_are_those_of_a_dict(name, grain, calls):
         kv_store(cache, torch.tensor(call, dtype=torch.int64), values)
         memory |= {slot: value for slot, value in zip(call, values, strict=True) if slot >= 0}
     for slot, value in memory.items():
-        assert torch.equal(kv_load(cache, torch.tensor([slot]))[0], formats.round_trip(format, value))
+        assert torch.equal(kv_load(cache, torch.tensor([slot]))[0], round_trip(format, value))
 
 
 # --- compress.pool ---------------------------------------------------------------------------------------------------

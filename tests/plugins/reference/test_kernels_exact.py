@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the reference kernels need torch")
 
+from kernel_cases import numbers  # noqa: E402
+
 from headrace.modeling import Quantised  # noqa: E402
 from headrace.ops import OPS, KernelContext  # noqa: E402
 from headrace_plugins.reference import specs  # noqa: E402
@@ -17,10 +19,6 @@ from headrace_plugins.reference.kernels import basic, formats, streams  # noqa: 
 COUNTS = (1, 3, 8, 45)
 ROWS = 45
 COMPUTE = ("float32", "bfloat16")
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float32)
 
 
 class Call(NamedTuple):

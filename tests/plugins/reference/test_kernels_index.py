@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="the reference kernels need PyTorch:
 import golden  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kernel_caches import context, make_cache, make_paged  # noqa: E402
+from kernel_caches import context, make_cache, make_paged, round_trip  # noqa: E402
 
 from headrace.modeling import CacheFormat  # noqa: E402
-from headrace_plugins.reference.kernels import cache, formats  # noqa: E402
+from headrace_plugins.reference.kernels import cache  # noqa: E402
 from headrace_plugins.reference.kernels import index as kernels  # noqa: E402
 
 SCORERS = {"plain": kernels.index_score, "tiled": kernels.index_score_tiled}
@@ -124,7 +124,7 @@ def golden_scores(case, compute, make, grain=7):
     """Our scores of a golden case, through a Qm cache in blocks, and what the tokens see."""
     q, k, weights = (case.inputs[name].to(getattr(torch, compute)) for name in ("q", "k", "weights"))
     format = CacheFormat("qm", k.shape[1])
-    assert torch.equal(formats.round_trip(format, q), case.outputs["q_dequant"].to(q.dtype))
+    assert torch.equal(round_trip(format, q), case.outputs["q_dequant"].to(q.dtype))
     n_blocks = -(-len(k) // grain)
     keys, table = make_cache(format, n_blocks + 1, grain), torch.arange(n_blocks, 0, -1).unsqueeze(0)
     at = torch.arange(len(k))
@@ -133,7 +133,7 @@ def golden_scores(case, compute, make, grain=7):
     visible = (case.inputs["positions"] + 1) // ratio
     row = torch.zeros(len(q), dtype=torch.int64)
     score = make(context(compute))
-    q = formats.round_trip(format, q)
+    q = round_trip(format, q)
 
     def scores(blocks=None, block=0):
         return score(q, weights, keys, table, row, visible, blocks, block)
@@ -198,7 +198,7 @@ def test_scores_are_those_of_a_loop(compute, make, monkeypatch):
 
     got, close = scores(), 1e-5 if compute == "float32" else 2**-8
     for token, (r, n) in enumerate(zip(row.tolist(), visible.tolist(), strict=True)):
-        keys = formats.round_trip(paged.cache.format, paged.values[r][:n]).double()
+        keys = round_trip(paged.cache.format, paged.values[r][:n]).double()
         expected = weights[token].double() @ (q[token].double() @ keys.T).relu()
         assert golden.rel(got[token, :n], expected) <= close
         assert (got[token, n:] == -torch.inf).all()

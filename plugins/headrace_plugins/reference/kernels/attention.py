@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headrace.modeling import Cache
 from headrace.ops import KernelContext
-from headrace_plugins.reference.kernels.cache import act_dtype, load
+from headrace_plugins.reference.kernels.cache import load
+from headrace_plugins.reference.kernels.formats import act_dtype
 from headrace_plugins.reference.kernels.index import SCRATCH, equal_rows, paged_addresses
 
 ROW_TILE = 8

@@ -25,16 +25,11 @@ WIDEN = 1 << 21
 """Numbers of a weight that are converted at a time: 8 MiB of float32 stay in a cache, a whole head would not."""
 
 
-def act_of(context: KernelContext) -> torch.dtype:
-    """The type that models compute with."""
-    return torch.bfloat16 if context.compute == "bfloat16" else torch.float32
-
-
 # --- embedding, norm, rotary positions -------------------------------------------------------------------------------
 
 
 def embed_lookup(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = formats.act_dtype(context)
 
     def lookup(weight: Weight, ids: Tensor) -> Tensor:
         if isinstance(weight, Quantised):
@@ -45,7 +40,7 @@ def embed_lookup(context: KernelContext) -> Kernel:
 
 
 def norm_rms(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = formats.act_dtype(context)
 
     def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(act)
@@ -156,7 +151,7 @@ def quant_activation(context: KernelContext) -> Kernel:
 
 
 def act_swiglu(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = formats.act_dtype(context)
 
     def swiglu(gate: Tensor, up: Tensor, limit: float | None = None, weight: Tensor | None = None) -> Tensor:
         gate, up = gate.float(), up.float()

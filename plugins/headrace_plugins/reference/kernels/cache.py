@@ -9,12 +9,7 @@ from torch import Tensor
 
 from headrace.modeling import Cache
 from headrace.ops import KernelContext
-from headrace_plugins.reference.kernels.formats import pack, unpack_entries
-
-
-def act_dtype(context: KernelContext) -> torch.dtype:
-    """The type of activations."""
-    return torch.bfloat16 if context.compute == "bfloat16" else torch.float32
+from headrace_plugins.reference.kernels.formats import act_dtype, pack, unpack_entries
 
 
 def store(cache: Cache, slots: Tensor, values: Tensor) -> None:

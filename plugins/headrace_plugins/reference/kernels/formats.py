@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from headrace.modeling import CacheFormat, Quantised
+from headrace.ops import KernelContext
 
 BLOCK = 32
 """Numbers per ue8m0 scale, in weights (rows and columns), activations and caches; e4m3 scales have GROUP_Q4."""
 GROUP_Q4 = 16
 
 MAX_E4M3, MAX_E2M1 = 448.0, 6.0
-FLOOR_E4M3, FLOOR_E2M1 = 1e-4, 6 * 2.0**-126
-"""Least amax that a group is taken to have, by kind of code."""
-FLOOR_Q4, CHUNK = 6 * 2.0**-9, 1 << 21
-"""CHUNK: numbers that are unpacked at a time, which bounds scratch memory to a few of them."""
+FLOOR_E4M3, FLOOR_E2M1, FLOOR_Q4 = 1e-4, 6 * 2.0**-126, 6 * 2.0**-9
+"""Least amax that a group is taken to have: by kind of code, and of q4, whose scales are e4m3."""
+CHUNK = 1 << 21
+"""Numbers that are unpacked at a time, which bounds scratch memory to a few times 8 MiB."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = torch.tensor([sign * m for sign in (1.0, -1.0) for m in _MAGNITUDES])
@@ -33,6 +34,11 @@ _BELOW = {middle: torch.tensor(middle).nextafter(torch.tensor(0.0)).item() for m
 _E2M1_BOUNDS = torch.tensor([0.25, _BELOW[0.75], 1.25, _BELOW[1.75], 2.5, _BELOW[3.5], 5.0])
 """Code c covers (bounds[c - 1], bounds[c]]. A midpoint belongs to the even code beside it: to the lower one where that
 is even, else to the upper, whose bound then lies just below the midpoint."""
+
+
+def act_dtype(context: KernelContext) -> torch.dtype:
+    """The type that models compute with."""
+    return torch.bfloat16 if context.compute == "bfloat16" else torch.float32
 
 
 # --- scales and codes ------------------------------------------------------------------------------------------------
@@ -203,13 +209,6 @@ def unpack_entries(format: CacheFormat, entries: Tensor) -> Tensor:
             return _scaled(decode_e4m3(entries[..., : format.width]), decode_ue8m0(entries[..., format.width :]))
     codes, scales = entries[..., : format.width // 2], entries[..., format.width // 2 :]
     return _scaled(decode_e2m1(codes), decode_e4m3(scales) if format.name == "q4" else decode_ue8m0(scales))
-
-
-def round_trip(format: CacheFormat, x: Tensor) -> Tensor:
-    """x as it comes back from a cache of this format. [..., width] -> like x."""
-    if format.name == "q8":
-        return round_activation(x)
-    return unpack_entries(format, pack(format, x)).to(x.dtype)
 
 
 def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace.modeling import Cache
 from headrace.ops import KernelContext
-from headrace_plugins.reference.kernels.cache import act_dtype, load
+from headrace_plugins.reference.kernels.cache import load
+from headrace_plugins.reference.kernels.formats import act_dtype
 
 SCRATCH = 1 << 24
 """Numbers of scratch memory that one pass takes; longer work is cut."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from headrace.ops import KernelContext
 from headrace_plugins.reference.kernels import rowwise
-from headrace_plugins.reference.kernels.basic import Kernel, act_of
+from headrace_plugins.reference.kernels.basic import Kernel
+from headrace_plugins.reference.kernels.formats import act_dtype
 from headrace_plugins.reference.kernels.rowwise import Product
 
 # --- manifold-constrained hyper-connections --------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def sinkhorn(logits: Tensor, eps: float, iters: int) -> Tensor:
 
 
 def mhc_collapse(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = act_dtype(context)
 
     def collapse(streams: Tensor, pre: Tensor) -> Tensor:
         return (pre[..., None] * streams).sum(1).to(act)
@@ -67,7 +68,7 @@ def mhc_collapse(context: KernelContext) -> Kernel:
 
 
 def mhc_update(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = act_dtype(context)
 
     def update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         added = post[..., None] * out[:, None]
@@ -93,7 +94,7 @@ def engram_hash(context: KernelContext) -> Kernel:
 
 
 def engram_gate(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = act_dtype(context)
 
     def gate(
         streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, skip: Tensor | None = None
@@ -122,7 +123,7 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
 
 
 def draft_feature(context: KernelContext) -> Kernel:
-    act = act_of(context)
+    act = act_dtype(context)
 
     def feature(streams: Tensor) -> Tensor:
         return streams.float().mean(1).to(act)
