@@ -15,7 +15,16 @@ from headrace.contracts import Compiled, Matcher
 from headrace.engine import Engine
 from headrace.errors import Busy, Fatal, RequestError, StepFailed
 from headrace.testing.toy import ToyModel, ToyObserver
-from headrace.types import WANT_PROMPT_LOGITS, DraftView, Grammar, Proposal, SamplingParams, Sequence
+from headrace.types import (
+    WANT_PROMPT_LOGITS,
+    DraftView,
+    Grammar,
+    Proposal,
+    Request,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+)
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
@@ -47,6 +56,65 @@ def test_one_token_budget_still_ends() -> None:
     reqs = [request(str(i), "abc" * (i + 1), GREEDY) for i in range(4)]
     found = run(engine, reqs)
     assert all(output(found[req.id]) == plain(req) for req in reqs)
+
+
+def lengths_of(engine: Engine, req: Request) -> list[int]:
+    """How many tokens each step fed of this request, alone."""
+    seen: list[int] = []
+    engine.executor.on_forward = lambda plan: seen.extend(plan.length.tolist())  # type: ignore[attr-defined]
+    assert output(run(engine, [req])[req.id]) == plain(req)
+    return seen
+
+
+def test_a_request_may_have_smaller_chunks() -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    engine = Setup(chunk=12, prefix_cache=False).engine()
+    assert lengths_of(engine, request("a", "x" * 29, params)) == [12, 12, 5, 1]
+    assert lengths_of(engine, request("b", "x" * 29, params, prefill_chunk_tokens=9)) == [9, 9, 9, 2, 1]
+    assert lengths_of(engine, request("c", "x" * 29, params, prefill_chunk_tokens=100)) == [12, 12, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "n_snapshots", "wanted"),
+    [(None, 8, [8, 8, 8, 5, 1]), (10, 8, [10, 6, 10, 3, 1]), (None, 0, [12, 12, 5, 1])],
+)
+def test_chunks_end_at_blocks_whose_rings_are_kept(own: int | None, n_snapshots: int, wanted: list[int]) -> None:
+    """Blocks of 8, slack of 2: a chunk of 12 ends at 8, 16, 24; those that would end at 10 or 26 need no cut."""
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    rings = {"window": 5, "slack": 2, "n_snapshots": n_snapshots}
+    engine = Setup(chunk=12, block_tokens=8, rings=rings).engine()
+    assert lengths_of(engine, request("a", "x" * 29, params, prefill_chunk_tokens=own)) == wanted
+
+
+def test_drafts_never_exceed_what_rings_can_take_back() -> None:
+    req = request("a", "abcabcabc", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    wanted = plain(req)
+    for slack in (1, 3):
+        engine = Setup(rings={"window": 4, "slack": slack}, drafter=oracle({"a": wanted}, [req], p=1.0)).engine()
+        seen: list[int] = []
+        engine.executor.on_forward = lambda plan, seen=seen: seen.extend(plan.n_draft.tolist())  # type: ignore[attr-defined]
+        assert output(run(engine, [req])["a"]) == wanted
+        assert max(seen) == slack
+    assert not Setup(rings={"window": 4, "slack": 0}).engine().executor.caps.drafts
+
+
+def test_plans_carry_what_the_executor_asks_for() -> None:
+    """Tokens before the row, nearest first, and the length of the prompt."""
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    req = request("a", [5, 6, 7, 8, 9], params)
+    rings = {"window": 3, "history_tokens": 3, "rerun_tokens": 1}
+    engine = Setup(chunk=2, rings=rings).engine()
+    seen: list[tuple[list[int], list[int]]] = []
+    engine.executor.on_forward = lambda plan: seen.append((plan.history[0].tolist(), plan.n_prompt.tolist()))  # type: ignore[attr-defined]
+    one, two, _ = output(run(engine, [req])["a"])
+    assert [history for history, _ in seen] == [[-1, -1, -1], [6, 5, -1], [8, 7, 6], [9, 8, 7], [one, 9, 8]]
+    assert all(n_prompt == [5] for _, n_prompt in seen)
+    plans: list[StepPlan] = []
+    bare = Setup(chunk=2).engine()
+    bare.executor.on_forward = plans.append  # type: ignore[attr-defined]
+    run(bare, [req])
+    assert all(plan.history is plan.n_prompt is plan.write_from is None for plan in plans)
+    assert two >= 0
 
 
 def test_priority_goes_first_and_may_preempt() -> None:

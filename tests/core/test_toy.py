@@ -17,6 +17,7 @@ from headrace.testing.toy_options import ToyOptions
 from headrace.types import (
     WANT_LOGITS,
     WANT_TOKEN,
+    Begin,
     BuildContext,
     EngineOptions,
     Fit,
@@ -25,6 +26,7 @@ from headrace.types import (
     MachineInfo,
     ModelSource,
     Reject,
+    Restore,
     Snapshot,
     StepPlan,
     Trim,
@@ -276,6 +278,90 @@ def test_fast_mode_neither_reads_kv_nor_hashes() -> None:
     assert not toy.caps.logprobs
 
 
+# --- rings
+
+
+def ringed(**options: int) -> tuple[ToyPaged, Rig]:
+    return paged(**{"window": 6, "slack": 2, "n_snapshots": 2} | options)
+
+
+def test_rings_change_nothing_while_they_are_right() -> None:
+    for chunk in (1, 5, 12):
+        _, rig = ringed()
+        assert rig.generate(PROMPT, 12, chunk=chunk) == ToyModel().generate(PROMPT, 12)
+
+
+def test_what_a_ring_holds_decides_the_output() -> None:
+    """Only within the window: what left it is read from the blocks."""
+    toy, rig = ringed()
+    want = ToyModel().logits([*PROMPT, 97])
+    rig.prefill(PROMPT)
+    cells = toy._rings._cells[0]
+    cells[np.flatnonzero(cells >> 32 == 7)] ^= 1
+    row = RigRow(seq=0, tokens=[97], wants=WANT_TOKEN | WANT_LOGITS)
+    assert not np.array_equal(rig.step(row).arrays["logits"][1][0], want)
+    rig.lengths[0] = len(PROMPT)
+    cells[np.flatnonzero(cells >> 32 == 7)] ^= 1
+    cells[np.flatnonzero(cells >> 32 == 6)] ^= 1
+    assert np.array_equal(rig.step(row).arrays["logits"][1][0], want)
+
+
+def test_a_ring_that_starts_late_lacks_what_came_before() -> None:
+    toy, rig = ringed(replay_tokens=4)
+    assert toy.caps.approximations == ()
+    assert ringed(replay_tokens=4, n_snapshots=0)[0].caps.approximations
+    want = ToyModel().logits([*PROMPT, 97])
+    rig.prefill(PROMPT)
+    row = RigRow(seq=0, tokens=[97], wants=WANT_TOKEN | WANT_LOGITS)
+    for n, same in ((4, False), (5, True)):
+        rig.ops.append(Begin(0))
+        rig.lengths[0] = len(PROMPT) - n
+        rig.prefill(PROMPT[-n:])
+        assert np.array_equal(rig.step(row).arrays["logits"][1][0], want) == same
+
+
+@pytest.mark.parametrize(
+    ("ops", "start", "says"),
+    [
+        ([], 9, "its ring ends at 12"),
+        ([], 13, "its ring ends at 12"),
+        ([Snapshot(1, 0, 0)], 12, "holds nothing"),
+        ([Restore(0, 0, 1)], 12, "holds nothing"),
+        ([Snapshot(0, 0, 2)], 12, "snapshot 2 of 2"),
+        ([Begin(0), Snapshot(0, 0, 0)], 12, "holds nothing"),
+    ],
+)
+def test_wrong_use_of_rings_is_noticed(ops: list[KVOp], start: int, says: str) -> None:
+    _, rig = ringed()
+    rig.prefill(PROMPT)
+    rig.ops += ops
+    rig.lengths[0] = start
+    with pytest.raises(KVCorrupt, match=says):
+        rig.step(RigRow(seq=0, tokens=[97]))
+
+
+def test_a_slot_is_begun_before_it_is_used() -> None:
+    toy, rig = ringed()
+    with pytest.raises(KVCorrupt, match="before Begin"):
+        forward(toy, rig.plan([RigRow(seq=0, tokens=PROMPT)]))
+
+
+def test_history_is_checked() -> None:
+    toy, rig = paged(history_tokens=2)
+    rig.prefill(PROMPT)
+    plan = rig.plan([RigRow(seq=0, tokens=[97])])
+    assert plan.history is not None
+    plan.history[0, 1] ^= 1
+    with pytest.raises(KVCorrupt, match="history"):
+        forward(toy, plan)
+
+
+def test_rings_need_a_window() -> None:
+    for wrong in ({"window": 1}, {"n_snapshots": 2}, {"replay_tokens": 2}):
+        with pytest.raises(ValueError, match="window"):
+            ToyPaged(ToyModel(), **wrong)  # type: ignore[arg-type]
+
+
 # --- toy:// models
 
 
@@ -297,6 +383,20 @@ def test_uri_sets_everything() -> None:
     assert (paged.layout.n_blocks, paged.layout.block_tokens) == (9, 5)
     assert paged.caps.max_rows == 3
     assert paged.model.uri == "toy://blocks=9,block_tokens=5"
+
+
+def test_uri_sets_rings() -> None:
+    kept = build("toy://window=6,slack=3,snapshots=5").layout
+    assert (kept.has_rings, kept.slack_tokens, kept.n_snapshots, kept.replay_tokens) == (True, 3, 5, 0)
+    rebuilt = build("toy://window=6,replay=9").layout
+    assert (rebuilt.slack_tokens, rebuilt.n_snapshots, rebuilt.replay_tokens) == (8, 0, 9)
+    assert build("toy://window=6").layout.n_snapshots == 32
+    plain = build("toy://blocks=9").layout
+    assert (plain.has_rings, plain.slack_tokens) == (False, 0)
+    for uri, says in (("toy://snapshots=3", "no window"), ("toy://window=6,kv=slots", "kv=slots has no rings")):
+        with pytest.raises(ModelError, match="HR-TOY-02") as caught:
+            build(uri)
+        assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
