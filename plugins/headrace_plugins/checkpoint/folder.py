@@ -83,9 +83,10 @@ def inspect(folder: str | os.PathLike[str]) -> CheckpointFacts:
 def open_folder(folder: str | os.PathLike[str]) -> Folder:
     """Read every header. Raises ModelError HR-CKPT-02 (nothing to read), -03, -08 (damaged file), -04 (bad index)."""
     root = os.fspath(folder)
-    if os.path.exists(os.path.join(root, SINGLE)):  # before the index, as transformers does
+    # a link that leads nowhere is there, and can't be read; the single file before the index, as transformers does
+    if os.path.lexists(os.path.join(root, SINGLE)):
         headers = [read_header(os.path.join(root, SINGLE))]
-    elif os.path.exists(os.path.join(root, INDEX)):
+    elif os.path.lexists(os.path.join(root, INDEX)):
         headers = _read_shards(root)
     else:
         _nothing(root)
@@ -113,7 +114,7 @@ def _read_shards(root: str) -> list[Header]:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         _bad_index(
-            f"{path} names {len(names)} shards; {missing[0]}{more} not found in {root}",
+            f"{path} names {len(names)} shards; {shown(missing[0])}{more} not found in {root}",
             "the download is incomplete: fetch the missing files",
         )
     headers = {name: read_header(os.path.join(root, name)) for name in names}

@@ -87,9 +87,11 @@ def read_header(path: str) -> Header:
 
 
 def strict_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON; ValueError also for duplicate keys, NaN, Infinity and nesting without end."""
+    """Parse UTF-8 JSON; ValueError also for duplicate keys, NaN, Infinity, what overflows to it, and nesting without
+    end."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        text = data.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -101,6 +103,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {shown(twice)!r} appears twice")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return value
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -123,6 +132,8 @@ class _Reader:
         if length > MAX_HEADER_BYTES or 8 + length > self._size:
             if prefix[:4] == b"GGUF":
                 self._fail("it is a GGUF file", "give it the ending .gguf")
+            if prefix == b"version ":
+                self._fail("it is a pointer of Git LFS, not the file itself", "run `git lfs pull` in its folder")
             self._fail(f"a header of {length} bytes in a file of {self._size}")
         raw = self._file.read(length)
         if len(raw) < length:

@@ -79,6 +79,7 @@ def test_inspecting_imports_no_tensor_library(tmp_path: Path) -> None:
         (b"\xff\xfe{}", "not JSON"),
         (b'{"a": 1, "a": 2}', "'a' appears twice"),
         (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": [-1e999]}', "-1e999 is too large"),
         (b"[" * 100_000, "not JSON"),
     ],
 )
@@ -140,6 +141,19 @@ def test_shards_in_a_folder_below_and_links(tmp_path: Path) -> None:
     assert inspect(tmp_path / "model").n_tensors == 1
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_links_that_lead_nowhere(tmp_path: Path, name: str) -> None:
+    folder_of(tmp_path, {})
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(ModelError, match=rf"^HR-CKPT-0[24]: can't read .*{name}: No such file"):
+        inspect(tmp_path)
+
+
+def test_names_of_shards_are_cut(tmp_path: Path) -> None:
+    with _refused("HR-CKPT-04", r"xxx\.\.\. not found"):
+        inspect(folder_of(tmp_path, {"model.safetensors.index.json": {"weight_map": {"a": "x" * 5000}}}))
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
@@ -183,6 +197,7 @@ def _entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> d
         ((1 << 60).to_bytes(8, "little") + b"{}", f"a header of {1 << 60} bytes"),
         ((100).to_bytes(8, "little") + b"{}", "a header of 100 bytes"),
         (b"GGUF" + bytes(100), "a GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS"),
         (framed(b""), "not JSON"),
         (framed(b"[]"), "not a JSON object"),
         (framed(b"\xff\xfe"), "not JSON"),
