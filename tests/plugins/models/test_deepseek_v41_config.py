@@ -185,6 +185,11 @@ def test_the_architecture_is_registered() -> None:
         (released(n_shared_experts=2), "HR-MODEL-21", "n_shared_experts = 2"),
         (released(hidden_size="5120"), "HR-MODEL-21", "hidden_size = '5120'"),
         (released(hidden_size=0), "HR-MODEL-21", "at least 1"),
+        (released(hidden_size=1 << 31), "HR-MODEL-21", "at most 2147483647"),
+        (released(n_routed_experts=10**9), "HR-MODEL-21", "n_routed_experts = 1000000000"),
+        (released(dspark_n_routed_experts=10**9), "HR-MODEL-21", "dspark_n_routed_experts = 1000000000"),
+        (released(hc_sinkhorn_iters=10**9), "HR-MODEL-21", "hc_sinkhorn_iters = 1000000000"),
+        (released(num_nextn_predict_layers=10**9), "HR-MODEL-21", "num_nextn_predict_layers = 1000000000"),
         (released(hidden_size=float("inf")), "HR-MODEL-21", "hidden_size = inf"),
         (released(rope_theta=float("inf")), "HR-MODEL-21", "rope_theta = inf"),
         (released(use_fp4_sparse_kv="false"), "HR-MODEL-21", "use_fp4_sparse_kv = 'false'"),
@@ -222,6 +227,12 @@ def test_configs_that_are_refused(config: dict[str, Any], code: str, words: str)
     assert caught.value.code == code
     assert "config.json" in caught.value.message
     assert caught.value.help
+
+
+def test_a_selection_is_no_longer_than_the_context() -> None:
+    config = released(max_position_embeddings=4096, index_topk=10**8, candidate_topk_blocks=10**8)["text_config"]
+    read = read_config(RELEASED | {"text_config": config | {"candidate_block_size": 10**8}})
+    assert (read.index_top, read.candidate_blocks, read.candidate_block) == (4096, 4096, 4096)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,13 @@ class TextConfig:
         return next((layer.index for layer in self.layers if layer.boundary), None)
 
 
+LARGEST = (1 << 31) - 1
+"""Of any size or count. Those that nothing else bounds before work grows with them have bounds of their own."""
+MOST_EXPERTS = 4096
+MOST_ITERATIONS = 1000
+MOST_STAGES = 64
+
+
 class _Reader:
     """Reads keys of one table; every problem names the key, its value and where it is."""
 
@@ -141,7 +148,10 @@ class _Reader:
             f"supported is {supported}",
         )
 
-    def number(self, key: str, default: Any = None, kind: type = int, least: float = 1) -> Any:
+    def number(
+        self, key: str, default: Any = None, kind: type = int, least: float = 1, most: float | None = None
+    ) -> Any:
+        """most: None = LARGEST for a whole number, 2^63 for others."""
         value = self.table.get(key, default)
         if value is None:
             raise ModelError(
@@ -150,8 +160,11 @@ class _Reader:
                 "is this the config.json of a DeepSeek-V4.1 checkpoint, complete?",
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not least <= value < 1 << 63 or (kind is int and value != int(value)):
-            self.refuse(key, f"{'a number' if kind is float else 'a whole number'} of at least {least}")
+        if most is None:
+            most = LARGEST if kind is int else 1 << 63
+        if not is_number or not least <= value <= most or (kind is int and value != int(value)):
+            name = "a number" if kind is float else "a whole number"
+            self.refuse(key, f"{name} of at least {least}" + (f" and at most {most}" if is_number else ""))
         return kind(value)
 
     def ints(self, key: str, default: Any = None) -> tuple[int, ...]:
@@ -183,6 +196,7 @@ def read_config(config: Mapping[str, Any]) -> TextConfig:
     _check_quantisation(config.get("quantization_config"))
     layers = _plan_layers(reader)
     engram = _read_engram(reader, layers)
+    context = reader.number("max_position_embeddings", 1048576)
     result = TextConfig(
         vocab_size=reader.number("vocab_size", 129280),
         hidden=reader.number("hidden_size", 5120),
@@ -194,24 +208,25 @@ def read_config(config: Mapping[str, Any]) -> TextConfig:
         o_rank=reader.number("o_lora_rank", 1024),
         window=reader.number("sliding_window", 128, least=2),
         eps=reader.number("rms_norm_eps", 1e-20, float, 0),
-        context=reader.number("max_position_embeddings", 1048576),
+        context=context,
         rope_theta=reader.number("rope_theta", 10000.0, float),
         compress_theta=reader.number("compress_rope_theta", 160000.0, float),
         yarn=_read_yarn(reader),
         swiglu_limit=reader.number("swiglu_limit", 10.0, float, 1e-9),
         expert_width=reader.number("moe_intermediate_size", 2304),
-        n_experts=reader.number("n_routed_experts", 384),
+        n_experts=reader.number("n_routed_experts", 384, most=MOST_EXPERTS),
         n_shared=reader.number("n_shared_experts", 1),
         top_experts=reader.number("num_experts_per_tok", 6),
         route_scale=reader.number("routed_scaling_factor", 1.5, float, 0),
         streams=reader.number("hc_mult", 4),
-        sinkhorn_iters=reader.number("hc_sinkhorn_iters", 20),
+        sinkhorn_iters=reader.number("hc_sinkhorn_iters", 20, most=MOST_ITERATIONS),
         hc_eps=reader.number("hc_eps", 1e-6, float, 0),
         index_heads=reader.number("index_n_heads", 32),
         index_dim=reader.number("index_head_dim", 128),
-        index_top=reader.number("index_topk", 512),
-        candidate_blocks=reader.number("candidate_topk_blocks", 2048),
-        candidate_block=reader.number("candidate_block_size", 8),
+        # a sequence has no more entries than tokens: larger numbers choose the same and cost memory
+        index_top=min(context, reader.number("index_topk", 512)),
+        candidate_blocks=min(context, reader.number("candidate_topk_blocks", 2048)),
+        candidate_block=min(context, reader.number("candidate_block_size", 8)),
         fp4_cache=bool(text.get("use_fp4_sparse_kv", True)),
         layers=layers,
         engram=engram,
@@ -272,7 +287,7 @@ def _read_yarn(reader: _Reader) -> Yarn | None:
 def _plan_layers(reader: _Reader) -> tuple[LayerPlan, ...]:
     """Who reads whose keys and whose selection. Source: "Derived layer table", "Topology checks"."""
     count = reader.number("num_hidden_layers", 40)
-    stages = reader.number("num_nextn_predict_layers", 0, least=0)
+    stages = reader.number("num_nextn_predict_layers", 0, least=0, most=MOST_STAGES)
     ratios = reader.ints("compress_ratios")
     if len(ratios) not in (count, count + stages):
         reader.refuse("compress_ratios", f"one ratio per layer ({count}), or also one per draft stage ({stages})")
@@ -354,7 +369,7 @@ def _read_image_token(config: Mapping[str, Any]) -> int | None:
 
 
 def _read_draft(reader: _Reader, count: int) -> DraftConfig | None:
-    stages = reader.number("num_nextn_predict_layers", 0, least=0)
+    stages = reader.number("num_nextn_predict_layers", 0, least=0, most=MOST_STAGES)
     if not stages:
         return None
     targets = reader.ints("dspark_target_layer_ids")
@@ -366,7 +381,7 @@ def _read_draft(reader: _Reader, count: int) -> DraftConfig | None:
         noise_token=reader.number("dspark_noise_token_id", 128799, least=0),
         targets=targets,
         markov_rank=reader.number("dspark_markov_rank", 256),
-        n_experts=reader.number("dspark_n_routed_experts", 128),
+        n_experts=reader.number("dspark_n_routed_experts", 128, most=MOST_EXPERTS),
         top_experts=reader.number("dspark_num_experts_per_tok", 3),
     )
 
