@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.contracts import Contract
@@ -148,14 +148,14 @@ class Batch:
     """[T] bool, positions whose input is an embedding; None = none"""
     wanted: Tensor = None
     """[M] int64, indices into T whose logits are needed, ascending"""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What a model computes once per step and uses in several layers."""
+    trace: dict[str, Any] | None = None
+    """Where a model notes what happens inside, by names of its own, for tests; None = nowhere."""
 
     def take(self, keep: Tensor) -> Batch:
-        """The same rows with the tokens at `keep` [K] int64 only. `wanted` and `extra` don't survive."""
+        """The same rows with the tokens at `keep` [K] int64 only. `wanted` does not survive."""
         per_token = ("tokens", "positions", "row", "slot", "first", "tail", "store", "history", "embeds", "image")
         taken = {name: value[keep] for name in per_token if (value := getattr(self, name)) is not None}
-        return replace(self, **taken, wanted=None, extra={})
+        return replace(self, **taken, wanted=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

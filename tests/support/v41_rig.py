@@ -89,7 +89,7 @@ class Rig:
         made = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
         tail = torch.tensor(tails) if any(row.tail is not None for row, _ in work) else None
         cut = tail is not None and self.context.replay == "compact"
-        batch = Batch(
+        return Batch(
             **made,
             tail=tail,
             table=torch.tensor([row.blocks for row, _ in work], dtype=torch.int64),
@@ -97,10 +97,8 @@ class Rig:
             image=torch.tensor(images) if any(images) else None,
             embeds=torch.stack(embeds) if any(images) else None,
             wanted=(made["positions"] >= tail).nonzero()[:, 0] if cut else torch.arange(len(tails)),
+            trace=trace,
         )
-        if trace is not None:
-            batch.extra["trace"] = trace
-        return batch
 
     def step(self, work: Sequence[tuple[Row, int]], trace: dict[str, Any] | None = None) -> Tensor:
         """Run a batch. -> [M, vocab] logits of every token, of those from `tail` on in mode compact"""

@@ -148,7 +148,7 @@ class DeepseekV41(Model):
     def forward(self, batch: Batch, caches: Mapping[str, Cache]) -> Tensor:
         if self.context.replay == "off" and batch.tail is not None:
             batch = replace(batch, tail=None)
-        step = Step(self.ops, self.rotary, batch, caches, batch.extra.get("trace"))
+        step = Step(self.ops, self.rotary, batch, caches)
         wanted = batch.wanted
         streams, pre = start_streams(self._embed(batch), self.config.streams)
         grams = self._grams(batch) if self._grams else None

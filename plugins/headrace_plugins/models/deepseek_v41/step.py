@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,15 +123,12 @@ class Entries:
 class Step:
     """One forward over one set of tokens. `take` gives the step of some of them."""
 
-    def __init__(
-        self, ops: Ops, rotary: Rotary, batch: Batch, caches: Mapping[str, Cache], trace: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, ops: Ops, rotary: Rotary, batch: Batch, caches: Mapping[str, Cache]) -> None:
         self.ops = ops
         self.rotary = rotary
         self.batch = batch
         self.caches = caches
-        self.trace = trace
-        """Where tests ask for what happens inside; None in production."""
+        self.trace = batch.trace
         self.selected: dict[int, Tensor] = {}
         """Per selecting layer, the addresses of its entries: [T, index_top] int64."""
         self.candidates: dict[int, Tensor] = {}
@@ -145,7 +141,7 @@ class Step:
 
     def take(self, keep: Tensor) -> Step:
         """The step of the tokens at `keep` [K] int64 only."""
-        taken = Step(self.ops, self.rotary, self.batch.take(keep), self.caches, self.trace)
+        taken = Step(self.ops, self.rotary, self.batch.take(keep), self.caches)
         taken._rotations = {kind: (cos[keep], sin[keep]) for kind, (cos, sin) in self._rotations.items()}
         return taken
 
