@@ -41,7 +41,7 @@ class Dense(Model):
         self.head_dim = _positive(config, "head_dim", self.hidden // self.heads)
         self.vocab_size = _positive(config, "vocab_size")
         self.context_tokens = _positive(config, "max_position_embeddings")
-        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.eps = _number(config, "rms_norm_eps", 1e-6)
         self.tied = bool(config.get("tie_word_embeddings", False))
         self.qk_norm = name == "Qwen3ForCausalLM"
         self.qkv_bias = name == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False))
@@ -178,9 +178,11 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     """[d / 2] float32 rotation frequencies: theta^(-2 i / d), scaled as rope_scaling says. Newer configs keep both in
     rope_parameters."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if not isinstance(scaling, Mapping):
+        raise _refused(f"rope_scaling = {scaling!r}", "it must be a table")
+    theta = _number(scaling if "rope_theta" in scaling else config, "rope_theta", 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    share = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0:
         raise _refused(f"partial_rotary_factor = {share}", "only whole heads are rotated")
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
@@ -193,10 +195,11 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     return _llama3(inv_freq, scaling)
 
 
-def _number(scaling: Mapping[str, Any], key: str) -> float:
-    value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise _refused(f"{key} = {value!r} of the rope scaling", "it must be a number above 0")
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _refused(f"{key} = {value!r}", "it must be a number above 0")
     return float(value)
 
 
