@@ -6,8 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the reference backend needs PyTorch")
 
+import v41_rig  # noqa: E402
 from golden import assert_rows, model, rel, row_errors  # noqa: E402
 from v41_rig import Rig, make_rig  # noqa: E402
+
+from headrace.ops import Ops  # noqa: E402
+from headrace_plugins.models.deepseek_v41.model import DeepseekV41  # noqa: E402
 
 SEQUENCES = [("t1", 0), ("t1", 1), ("t2", 0), ("t2", 1), ("t3", 0), ("t3", 1), ("f1", 0), ("f1", 1)]
 ANCHORS = [(0, 1), (0, 3), (0, 10), (0, 46), (0, 49), (1, 1), (1, 3), (1, 10), (1, 39), (1, 42)]
@@ -173,6 +177,39 @@ def test_rounded_activations() -> None:
     logits = make_rig(golden, quantise_activations=True).logits(golden.expected["input_ids"].tolist())
     assert_rows(logits, golden.expected["logits_fp32_qon_actquant_SINGLE_SOURCE"])
     assert row_errors(logits, golden.expected["logits_fp32_qon"]).max() > 1e-2
+
+
+def test_every_packed_linear_reads_rounded_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other does: drafts included, of which there is no golden vector."""
+    plain = v41_rig.reference_ops()
+    read: dict[int, bool] = {}
+
+    def dense(x: torch.Tensor, weight: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
+        read[id(weight)] = torch.equal(plain.quant.activation(x), x)
+        return plain.linear.dense(x, weight, *args, **settings)
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        read[id(weight)] = torch.equal(plain.quant.activation(x), x)
+        return plain.linear.grouped(x, weight)
+
+    kernels = {
+        name: getattr(getattr(plain, name.partition(".")[0]), name.partition(".")[2]) for name in DeepseekV41.needs
+    }
+    watched = Ops(kernels | {"linear.dense": dense, "linear.grouped": grouped})
+    monkeypatch.setattr(v41_rig, "reference_ops", lambda *_: watched)
+    weights: dict[str, torch.Tensor] = {}
+    load = v41_rig.load_weights
+    monkeypatch.setattr(v41_rig, "load_weights", lambda *args: weights.update(load(*args)) or weights)
+    golden = model("q1")
+    rig = make_rig(golden, draft=True, quantise_activations=True)
+    rig.logits(golden.expected["input_ids"].tolist())
+    drafter, zero = rig.model.drafter, torch.tensor([0])
+    assert drafter is not None
+    draft = drafter.draft(zero + 5, zero + 42, zero, zero, rig.caches)
+    drafter.greedy(draft, zero)
+    linears = {spec.name: spec.packing != "none" for spec in rig.model.tensors() if id(weights[spec.name]) in read}
+    assert sum(linears.values()) == 8 * 5 + 3 + 1 + 1  # of 5 blocks, 3 indexers, Engram, the drafter's projection
+    assert {name: read[id(weights[name])] for name in linears} == linears
 
 
 @pytest.mark.parametrize("name", ["t1", "f1"])

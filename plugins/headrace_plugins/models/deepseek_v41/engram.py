@@ -125,8 +125,6 @@ class Grams:
         assert batch.history is not None
         tokens = torch.cat((batch.tokens[:, None], batch.history[:, : self.n - 1]), 1)
         ids = self.table[tokens.clamp(-1, len(self.table) - 2) + 1]
-        if batch.image is not None:
-            ids[:, 0].masked_fill_(batch.image, -1)
         blocked = (ids < 0).cumsum(1) > 0
         return ids.masked_fill_(blocked, self.pad)
 
