@@ -49,6 +49,12 @@ def load_tokenizer(folder: str, n_vocab: int) -> HFTokenizer:
     return HFTokenizer(source, n_vocab, said, path)
 
 
+def token_ids(value: Any) -> list[int]:
+    """What a config file says where ids of tokens belong: a number, a list, or nothing; what is no id is left out."""
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+
+
 class _Said:
     """What the files beside tokenizer.json say of the ends of a text."""
 
@@ -61,10 +67,7 @@ class _Said:
         """Of "bos_token_id" or "eos_token_id": a number, a list, or nothing, at each place that may say it."""
         nested = self.model.get("text_config")
         for place in (self.generation, self.model, nested if isinstance(nested, dict) else {}):
-            value = place.get(key)
-            for token in value if isinstance(value, list) else [value]:
-                if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
-                    yield token
+            yield from token_ids(place.get(key))
 
     def name(self, key: str) -> str | None:
         """Of "bos_token" or "eos_token": a text, or a table that holds it."""

@@ -86,12 +86,13 @@ def read_facts(folder: str, *, weights: bool = True) -> ModelFacts:
             'it must be a list such as ["LlamaForCausalLM"]',
         )  # fmt: skip
     quantisation = config.get("quantization_config")
+    unsaid = text.get("max_position_embeddings") is None
     return ModelFacts(
         folder=folder,
         config=config,
         architecture=names[0],
-        vocab_size=_count(path, text, "vocab_size") or 0,
-        context_tokens=_count(path, text, "max_position_embeddings", optional=True),
+        vocab_size=_count(path, text, "vocab_size"),
+        context_tokens=None if unsaid else _count(path, text, "max_position_embeddings"),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or ""),
         quantisation=str(quantisation.get("quant_method", "yes")) if isinstance(quantisation, dict) else "",
         checkpoint=_checkpoint(folder, weights),
@@ -109,10 +110,8 @@ def _checkpoint(folder: str, needed: bool) -> CheckpointFacts | None:
         return None
 
 
-def _count(path: str, config: Mapping[str, Any], key: str, optional: bool = False) -> int | None:
+def _count(path: str, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if value is None and optional:
-        return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError("HR-REFERENCE-02", f"{key} = {value!r:.100} in {path}", "it must be a whole number from 1 on")
     return value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.contracts import Tokenizer
 from headrace.errors import RequestError
+from headrace_plugins.hf_tokenizer import load_tokenizer, token_ids
 
 if TYPE_CHECKING:
     from headrace_plugins.reference.facts import ModelFacts
@@ -17,8 +18,6 @@ def tokenizer_of(facts: ModelFacts) -> Tokenizer:
     """What tokenizer.json says, or ids alone."""
     if not os.path.isfile(os.path.join(facts.folder, "tokenizer.json")):
         return IdTokenizer(facts)
-    from headrace_plugins.hf_tokenizer import load_tokenizer
-
     return load_tokenizer(facts.folder, facts.vocab_size)
 
 
@@ -46,8 +45,6 @@ class IdTokenizer(Tokenizer):
 
 
 def _ids(config: Mapping[str, Any], key: str) -> list[int]:
-    """One id or a list of them, here or in text_config."""
+    """Here or in text_config."""
     text = config.get("text_config")
-    value = config.get(key, text.get(key) if isinstance(text, dict) else None)
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+    return token_ids(config.get(key, text.get(key) if isinstance(text, dict) else None))
