@@ -22,6 +22,10 @@ from headrace.modeling import Batch, Cache, CacheFormat, Model, ModelContext, St
 from headrace.ops import Ops
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LARGEST = (1 << 31) - 1
+"""Of any size; with fewer bounds a damaged config takes hours, or all memory, before its weights are looked at."""
+MOST_LAYERS = 4096
+LARGEST_NUMBER = 1e30
 
 
 class Dense(Model):
@@ -33,7 +37,7 @@ class Dense(Model):
     def __init__(self, config: Mapping[str, Any], ops: Ops, context: ModelContext) -> None:
         self.ops, self.context = ops, context
         name = _architecture(config)
-        self.n_layers = _positive(config, "num_hidden_layers")
+        self.n_layers = _positive(config, "num_hidden_layers", most=MOST_LAYERS)
         self.hidden = _positive(config, "hidden_size")
         self.inner = _positive(config, "intermediate_size")
         self.heads = _positive(config, "num_attention_heads")
@@ -42,19 +46,22 @@ class Dense(Model):
         self.vocab_size = _positive(config, "vocab_size")
         self.context_tokens = _positive(config, "max_position_embeddings")
         self.eps = _number(config, "rms_norm_eps", 1e-6)
-        self.tied = bool(config.get("tie_word_embeddings", False))
+        self.tied = _flag(config, "tie_word_embeddings")
         self.qk_norm = name == "Qwen3ForCausalLM"
-        self.qkv_bias = name == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False))
-        self.out_bias = name != "Qwen2ForCausalLM" and bool(config.get("attention_bias", False))
-        self.mlp_bias = bool(config.get("mlp_bias", False))
+        biased = _flag(config, "attention_bias")
+        self.qkv_bias = name == "Qwen2ForCausalLM" or biased
+        self.out_bias = name != "Qwen2ForCausalLM" and biased
+        self.mlp_bias = _flag(config, "mlp_bias")
         if self.heads % self.kv_heads:
             raise _refused(
                 f"num_attention_heads = {self.heads}", f"it is no multiple of {self.kv_heads} key-value heads"
             )
+        if self.head_dim % 2:
+            raise _refused(f"head_dim = {self.head_dim}", "rope turns pairs of channels, so it must be even")
         if config.get("hidden_act", "silu") != "silu":
             raise _refused(f"hidden_act = {config['hidden_act']!r}", "only silu is known")
         # Qwen2 and Qwen3 configs carry a window that use_sliding_window = false switches off
-        if config.get("sliding_window") and config.get("use_sliding_window", name == "MistralForCausalLM"):
+        if config.get("sliding_window") and _flag(config, "use_sliding_window", name == "MistralForCausalLM"):
             raise _refused(f"sliding_window = {config['sliding_window']}", "only full attention is known")
         if config.get("quantization_config"):
             raise _refused(f"quantization_config = {config['quantization_config']}", "only plain weights are known")
@@ -162,11 +169,19 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None, most: int = LARGEST) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _refused(f"{key} = {value!r}", "it must be a whole number from 1 on")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise _refused(f"{key} = {value!r:.60}", f"it must be a whole number from 1 to {most}")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise _refused(f"{key} = {value!r:.60}", "it must be true or false")
     return value
 
 
@@ -198,8 +213,8 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _refused(f"{key} = {value!r}", "it must be a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_NUMBER:
+        raise _refused(f"{key} = {value!r:.60}", f"it must be a number above 0 and below {LARGEST_NUMBER}")
     return float(value)
 
 
@@ -207,6 +222,8 @@ def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Long waves are slowed down by `factor`, short ones kept, those between interpolated (the Llama 3.1 release)."""
     factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _number(scaling, "original_max_position_embeddings")
+    if high <= low:
+        raise _refused(f"high_freq_factor = {high} of the rope scaling", f"it must be above low_freq_factor, {low}")
     waves = 2 * math.pi / inv_freq
     smooth = (original / waves - low) / (high - low)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
