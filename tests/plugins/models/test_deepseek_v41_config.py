@@ -239,6 +239,8 @@ def test_a_selection_is_no_longer_than_the_context() -> None:
     ("config", "settings", "words"),
     [
         (RELEASED, {"block_tokens": 33}, "blocks of 33 tokens"),
+        (released(q_lora_rank=1300), {"quantise_activations": True}, "q_lora_rank = 1300"),
+        (released(engram_head_dim=30, engram_n_heads=1), {"quantise_activations": True}, "engram_head_dim = 90"),
         (
             released(num_nextn_predict_layers=None, compress_ratios=[0, 0] + [2] * 18 + [1] * 20),
             {"draft": True},

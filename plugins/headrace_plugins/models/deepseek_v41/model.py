@@ -226,6 +226,8 @@ def _check_context(config: TextConfig, context: ModelContext) -> int:
             "draft = true, and the checkpoint has no draft stages (config.json, num_nextn_predict_layers = 0)",
             "remove draft, or choose another drafter",
         )
+    if context.quantise_activations:
+        _check_groups(config)
     if context.replay == "off":
         return 0
     boundary = config.boundary
@@ -248,6 +250,24 @@ def _check_context(config: TextConfig, context: ModelContext) -> int:
             "set replay = 'off' or draft = false",
         )
     return config.window + context.slack_tokens
+
+
+def _check_groups(config: TextConfig) -> None:
+    """Inputs of packed matrices are rounded in groups of 32 channels."""
+    widths = {
+        "hidden_size": config.hidden,
+        "q_lora_rank": config.q_rank,
+        "o_groups * o_lora_rank": config.o_groups * config.o_rank,
+        "moe_intermediate_size": config.expert_width,
+    }
+    if config.engram is not None:
+        widths["(engram_max_ngram_size - 1) * engram_n_heads * engram_head_dim"] = config.engram.width
+    for name, width in widths.items():
+        if width % 32:
+            raise _refused(
+                f"quantise_activations rounds groups of 32 channels, and config.json has {name} = {width}",
+                "set quantise_activations = false",
+            )
 
 
 def _refused(message: str, help: str) -> ModelError:
