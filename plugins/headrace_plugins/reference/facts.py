@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ModelError, RequestError
+from headrace.textfile import read_text
 from headrace.types import ModelSource, SamplingParams
 from headrace_plugins.checkpoint import CheckpointFacts, inspect, read_config
+from headrace_plugins.checkpoint.folder import MAX_JSON_BYTES
 
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_MOST_TOKENS = 1 << 24
+"""Of a vocabulary: tokenizers hold a table as long before any weight is looked at. The largest known has 262144."""
+_MOST_POSITIONS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +96,8 @@ def read_facts(folder: str, *, weights: bool = True) -> ModelFacts:
         folder=folder,
         config=config,
         architecture=names[0],
-        vocab_size=_count(path, text, "vocab_size"),
-        context_tokens=None if unsaid else _count(path, text, "max_position_embeddings"),
+        vocab_size=_count(path, text, "vocab_size", _MOST_TOKENS),
+        context_tokens=None if unsaid else _count(path, text, "max_position_embeddings", _MOST_POSITIONS),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or ""),
         quantisation=str(quantisation.get("quant_method", "yes")) if isinstance(quantisation, dict) else "",
         checkpoint=_checkpoint(folder, weights),
@@ -110,25 +115,39 @@ def _checkpoint(folder: str, needed: bool) -> CheckpointFacts | None:
         return None
 
 
-def _count(path: str, config: Mapping[str, Any], key: str) -> int:
+def _count(path: str, config: Mapping[str, Any], key: str, most: int) -> int:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError("HR-REFERENCE-02", f"{key} = {value!r:.100} in {path}", "it must be a whole number from 1 on")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ModelError(
+            "HR-REFERENCE-02", f"{key} = {value!r:.100} in {path}", f"it must be a whole number from 1 to {most}"
+        )
     return value
 
 
 def _beside(path: str) -> Mapping[str, Any]:
     """A JSON object that may be missing. Raises ModelError HR-REFERENCE-03."""
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ModelError("HR-REFERENCE-03", f"can't read {path}: {error}", "download the file again") from error
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from error
     if not isinstance(found, dict):
         raise ModelError("HR-REFERENCE-03", f"{path} holds no JSON object", "download the file again")
     return found
+
+
+def _text(path: str) -> str:
+    """A file that is there, if only as a link that leads nowhere. Raises ModelError HR-REFERENCE-03."""
+    try:
+        return read_text(path, MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: BaseException) -> ModelError:
+    why = getattr(error, "strerror", None) or error
+    return ModelError("HR-REFERENCE-03", f"can't read {path}: {why}", "download the file again")
 
 
 def _sampling_defaults(path: str) -> dict[str, Any]:
@@ -151,12 +170,15 @@ def _is_allowed(name: str, value: Any) -> bool:
 
 def _chat_template(folder: str) -> str | None:
     """chat_template.jinja, else what tokenizer_config.json holds: a text, or several of which we take "default"."""
-    path = os.path.join(folder, "chat_template.jinja")
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    found = _beside(os.path.join(folder, "tokenizer_config.json")).get("chat_template")
+    path, beside = (os.path.join(folder, name) for name in ("chat_template.jinja", "tokenizer_config.json"))
+    found = _beside(beside).get("chat_template")
+    if os.path.lexists(path):
+        return _text(path)
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        named = (each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default")
+        found = next(named, None)
+    if found is not None and not isinstance(found, str):
+        raise ModelError(
+            "HR-REFERENCE-03", f"chat_template = {found!r:.60} in {beside} is no text", "download the file again"
+        )
+    return found

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def tokenizer_of(facts: ModelFacts) -> Tokenizer:
     """What tokenizer.json says, or ids alone."""
-    if not os.path.isfile(os.path.join(facts.folder, "tokenizer.json")):
+    if not os.path.lexists(os.path.join(facts.folder, "tokenizer.json")):  # a link that leads nowhere is an error
         return IdTokenizer(facts)
     return load_tokenizer(facts.folder, facts.vocab_size)
 

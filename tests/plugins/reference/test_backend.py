@@ -82,6 +82,8 @@ def test_rejects_what_is_not_its_own(tmp_path: Path) -> None:
         ({"vocab_size": "many"}, "HR-REFERENCE-02"),
         ({"vocab_size": None}, "HR-REFERENCE-02"),
         ({"max_position_embeddings": -1}, "HR-REFERENCE-02"),
+        ({"vocab_size": 10**18}, "HR-REFERENCE-02"),
+        ({"max_position_embeddings": 10**400}, "HR-REFERENCE-02"),
     ],
 )
 def test_a_config_without_what_every_model_has(
@@ -113,6 +115,49 @@ def test_chat_templates_lie_in_two_places(dense: Callable[..., str], tmp_path: P
     assert read_facts(str(folder)).chat_template == "D"
     (folder / "chat_template.jinja").write_text("J")
     assert read_facts(str(folder)).chat_template == "J"
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_beside_the_weights_that_can_not_be_read(dense: Callable[..., str], tmp_path: Path, name: str) -> None:
+    """What is there and unreadable is an error of this file, whatever is wrong with it; never ignored."""
+    path = edited(dense(), tmp_path) / name
+
+    def refused() -> None:
+        with pytest.raises(ModelError, match=f"^HR-REFERENCE-03: .*{name}"):
+            read_facts(str(path.parent))
+
+    path.write_bytes(b"\xff\xfe")
+    refused()
+    if name.endswith("json"):
+        for text in ('{"a":' + "[" * 100_000, "[]", "{", ""):
+            path.write_text(text)
+            refused()
+    path.unlink()
+    path.symlink_to(tmp_path / "gone")
+    refused()
+    path.unlink()
+    path.mkdir()
+    refused()
+
+
+@pytest.mark.parametrize(
+    "template", [3, {"default": "T"}, [{"name": ["x"], "template": "T"}, {"name": "default", "template": 3}]]
+)
+def test_chat_templates_that_are_no_text(dense: Callable[..., str], tmp_path: Path, template: Any) -> None:
+    folder = edited(dense(), tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ModelError, match=r"^HR-REFERENCE-03: chat_template = .* is no text"):
+        read_facts(str(folder))
+
+
+def test_a_tokenizer_that_is_a_dead_link_is_not_missing(dense: Callable[..., str], tmp_path: Path) -> None:
+    from headrace_plugins.reference.tokenizer import tokenizer_of
+
+    folder = edited(dense(), tmp_path)
+    (folder / "tokenizer.json").symlink_to(tmp_path / "gone")
+    facts = read_facts(str(folder))
+    with pytest.raises(ModelError, match=r"^HR-TOKENIZER-01: .*tokenizer\.json"):
+        tokenizer_of(facts)
 
 
 def test_the_fingerprint_follows_config_weights_and_tokenizer(dense: Callable[..., str], tmp_path: Path) -> None:
