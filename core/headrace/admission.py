@@ -115,12 +115,17 @@ def _check_support(request: Request, executor: Executor, constraints: Constraint
     params, caps = request.params, executor.caps
     for name, why in caps.refuses.items():
         if getattr(params, name) != getattr(_OFF, name):
-            raise RequestError("HR-REQUEST-06", f"{name} = {getattr(params, name)!r} can't be honoured here: {why}")
+            what = f"{name} = {getattr(params, name)!r} can't be honoured here: {why}"
+            raise RequestError("HR-REQUEST-06", what, f"leave {name} out, or change what stands in its way")
     if not caps.logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise RequestError("HR-REQUEST-06", "this backend returns no log-probabilities", "leave logprobs out")
     if request.want_logits and not caps.prompt_logits:
-        why = "this backend returns no logits of prompts"
-        raise RequestError("HR-REQUEST-06", why, "the capability is caps.prompt_logits; the reference backend has it")
+        reason = caps.refuses.get("prompt_logprobs")  # what keeps those back does so here
+        if reason:
+            what = f"logits of prompts can't be had here: {reason}"
+            raise RequestError("HR-REQUEST-06", what, "change what stands in their way")
+        what = "this backend returns no logits of prompts"
+        raise RequestError("HR-REQUEST-06", what, "the capability is caps.prompt_logits; the reference backend has it")
     if request.adapter is not None and caps.adapters != "per_row":
         why = "loads no adapters" if caps.adapters == "none" else "takes one adapter per step, rows are not grouped yet"
         raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend {why}")

@@ -499,8 +499,9 @@ def test_what_the_executor_can_not_honour_is_refused_when_asked_for(off: dict, o
     engine = Setup().engine()
     engine.executor.caps = replace(engine.executor.caps, refuses=dict.fromkeys(on, "not here"))
     engine.add(request("off", "x", SamplingParams(max_tokens=2, **off)))
-    with pytest.raises(RequestError, match=r"HR-REQUEST-06: .* can't be honoured here: not here"):
+    with pytest.raises(RequestError, match=r"HR-REQUEST-06: .* can't be honoured here: not here") as found:
         engine.add(request("on", "x", SamplingParams(max_tokens=2, **on)))
+    assert found.value.help
 
 
 def test_adapters_reach_a_device_that_has_one_per_row() -> None:
