@@ -52,6 +52,11 @@ class Dense(Model):
         self.qkv_bias = name == "Qwen2ForCausalLM" or biased
         self.out_bias = name != "Qwen2ForCausalLM" and biased
         self.mlp_bias = _flag(config, "mlp_bias")
+        if context.draft:
+            raise ModelError(
+                "HR-DENSE-02", f"draft = true, and a {name} has no drafter of its own",
+                "remove draft, or choose another drafter",
+            )  # fmt: skip
         if self.heads % self.kv_heads:
             raise _refused(
                 f"num_attention_heads = {self.heads}", f"it is no multiple of {self.kv_heads} key-value heads"

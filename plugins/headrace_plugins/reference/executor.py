@@ -30,7 +30,7 @@ from headrace.types import (
 from headrace_plugins.reference.batch import Wanted, make_batch, wanted_positions
 from headrace_plugins.reference.caches import Pools, arrange
 from headrace_plugins.reference.sizes import resolve
-from headrace_plugins.reference.tokenizer import tokenizer_of
+from headrace_plugins.reference.tokenizer import IdTokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,7 +115,8 @@ class ReferenceExecutor(Executor):
             quantise_activations=options.quantise_activations,
             replay=options.replay,
             draft=options.draft,
-            tokenizer=self.tokenizer,
+            # ids alone are no text that a model could read
+            tokenizer=None if isinstance(self.tokenizer, IdTokenizer) else self.tokenizer,
         )
         return build_model(self._factory, self._facts.config, self._ops, context)
 

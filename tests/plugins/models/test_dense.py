@@ -112,6 +112,12 @@ def test_what_it_can_not_serve_exactly_is_refused_by_name(config: dict[str, Any]
     assert found.value.help
 
 
+def test_it_has_no_drafter_to_load() -> None:
+    config = {"architectures": ["LlamaForCausalLM"], **SIZES}
+    with pytest.raises(ModelError, match=r"^HR-DENSE-02: draft = true, and a LlamaForCausalLM"):
+        Dense(config, Ops({}), ModelContext(block_tokens=16, slack_tokens=1, draft=True))
+
+
 def test_a_window_that_is_switched_off_is_none() -> None:
     dense(architectures=["Qwen2ForCausalLM"], sliding_window=64, use_sliding_window=False)
 

@@ -401,3 +401,27 @@ def test_few_kept_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"replay_keep_tokens = {least - 1}") as found:
         new_executor(path, replay="compact", replay_keep_tokens=least - 1)
     assert found.value.code == "HR-REFERENCE-13"
+
+
+def test_without_prompt_logits_it_says_why() -> None:
+    from golden import GOLDEN
+
+    from headrace.llm import LLM
+
+    path = str(GOLDEN / "model_text" / "t1")
+    with (
+        LLM(path, backend={"use": "reference", "replay": "compact"}) as llm,
+        pytest.raises(RequestError, match=r"^HR-REQUEST-06: logits .*backend.replay = 'compact'"),
+    ):
+        llm.logits([1, 2, 3])
+
+
+def test_engram_without_a_tokenizer_asks_for_its_file(tmp_path: Path) -> None:
+    from golden import GOLDEN
+
+    from headrace.llm import LLM
+
+    shutil.copytree(GOLDEN / "model_full" / "f1", tmp_path / "f1", ignore=shutil.ignore_patterns("tokenizer.json"))
+    with pytest.raises(ModelError, match=r"^HR-MODEL-22: .*there is no tokenizer") as found:
+        LLM(tmp_path / "f1", backend="reference")
+    assert "tokenizer.json" in found.value.help
