@@ -19,7 +19,7 @@ from headrace.catalog import Catalog, Entry, missing_packages
 from headrace.config import Config, raise_problems
 from headrace.contracts import ConstraintEngine, Contract, Drafter, Executor, KVSpace, Observer, Tokenizer
 from headrace.decisions import NEAR_TIES, Decision, decisions, label
-from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, did_you_mean, why
+from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
 from headrace.hooks import ArchSpec, BackendSpec, DrafterSpec
 from headrace.ops import Candidate
 from headrace.selection import Selected, select, unserved
@@ -172,7 +172,8 @@ def _architecture(catalog: Catalog, name: str) -> Any:
             return catalog.load_object(entry.spec.factory, entry)
         case []:
             known = sorted({each for entry in entries for each in entry.spec.architectures})
-            lines = [did_you_mean(name, known) + f"known: {', '.join(known) or 'none'}"]
+            # no "did you mean": the model's file says it, and a name like it is another architecture
+            lines = [f"known: {', '.join(known) or 'none'}"]
             lines += [f"plugin {plugin} is broken, so what it offers is missing" for plugin in catalog.broken()]
             raise ModelError(
                 "HR-MODEL-03", f"no plugin knows the architecture '{name}' of the model", "\n  ".join(lines)
