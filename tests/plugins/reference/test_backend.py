@@ -418,10 +418,9 @@ def test_without_prompt_logits_it_says_why() -> None:
 
 def test_engram_without_a_tokenizer_asks_for_its_file(tmp_path: Path) -> None:
     from golden import GOLDEN
-
-    from headrace.llm import LLM
+    from reference_driver import new_executor
 
     shutil.copytree(GOLDEN / "model_full" / "f1", tmp_path / "f1", ignore=shutil.ignore_patterns("tokenizer.json"))
     with pytest.raises(ModelError, match=r"^HR-MODEL-22: .*there is no tokenizer") as found:
-        LLM(tmp_path / "f1", backend="reference")
+        new_executor(str(tmp_path / "f1"))  # nothing is loaded
     assert "tokenizer.json" in found.value.help

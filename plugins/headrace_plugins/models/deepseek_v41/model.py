@@ -127,12 +127,7 @@ class DeepseekV41(Model):
     def _load_engram(self, weights: Mapping[str, Weight], device: torch.device) -> None:
         engram, tokenizer = self.config.engram, self.context.tokenizer
         assert engram is not None
-        if tokenizer is None:
-            raise ModelError(
-                "HR-MODEL-22",
-                "Engram reads n-grams of normalised text, and there is no tokenizer to normalise with",
-                "put the tokenizer.json of the checkpoint beside its config.json",
-            )
+        assert tokenizer is not None
         self._grams = Grams(engram, self.config, tokenizer, device)
         for layer, moduli in zip((layer for layer in self.layers if layer.engram), primes(engram), strict=True):
             if sum(moduli) > engram.table_rows[layer.plan.engram]:
@@ -216,6 +211,12 @@ def _trace(step: Step, name: str, value: Tensor) -> None:
 def _check_context(config: TextConfig, context: ModelContext) -> int:
     """-> the least tokens at the end of a prompt that the second half has to run, 0 = as many as the first. Raises
     ModelError."""
+    if config.engram is not None and context.tokenizer is None:
+        raise ModelError(
+            "HR-MODEL-22",
+            "Engram reads n-grams of normalised text, and there is no tokenizer to normalise with",
+            "put the tokenizer.json of the checkpoint beside its config.json",
+        )
     ratio = max(plan.ratio for plan in config.layers)
     if ratio and context.block_tokens % ratio:
         raise _refused(
