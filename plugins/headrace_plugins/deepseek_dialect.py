@@ -69,7 +69,7 @@ class DeepseekFormat:
         processor = Processor(generator, request.parsing_options)
         chunks = [
             InferenceChunk.ready(),
-            InferenceChunk.text(text.removeprefix(prefill)),
+            InferenceChunk.text(_without_surrogates(text.removeprefix(prefill))),
             InferenceChunk.finish(InferenceFinishReason.Stop),
         ]
         response = ChatCompletionResponse("", _MODEL, 0, 0, 0)
@@ -92,7 +92,7 @@ class DeepseekFormat:
             body["messages"].append({"role": "assistant", "content": prefill, "prefix": True})
         try:
             return ChatCompletionRequest(body).convert(self._options)
-        except (ConversionError, ValueError, TypeError) as error:
+        except (ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise RequestError(
                 "HR-CHAT-07", f"DeepSeek-V4.1's format does not allow this: {f'{error}':.300}",
                 "change the messages or the chat's arguments",
@@ -122,10 +122,17 @@ def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 f"unknown chat argument {name!r:.60}",
                 f"{did_you_mean(str(name), ARGUMENTS)}known: {', '.join(ARGUMENTS)}",
             )
-    for name in ("thinking", "enable_thinking"):
-        if name in fields:
-            value = fields.pop(name)
-            if not isinstance(value, bool):
-                raise RequestError("HR-CHAT-06", f"{name} = {value!r:.60} is not allowed", "give true or false")
-            fields["thinking"] = {"type": "enabled" if value else "disabled"}
+    thinking = {name: fields.pop(name) for name in ("thinking", "enable_thinking") if name in fields}
+    for name, value in thinking.items():
+        if not isinstance(value, bool):
+            raise RequestError("HR-CHAT-06", f"{name} = {value!r:.60} is not allowed", "give true or false")
+        fields["thinking"] = {"type": "enabled" if value else "disabled"}
+    if len(set(thinking.values())) > 1:
+        what = " and ".join(f"{name} = {value}" for name, value in thinking.items())
+        raise RequestError("HR-CHAT-06", f"{what} contradict each other", "they mean the same: leave one out")
     return fields
+
+
+def _without_surrogates(text: str) -> str:
+    """What can't be written as UTF-8 as "?": a model never says it, but callers may have joined texts of their own."""
+    return text.encode("utf-8", "replace").decode("utf-8")

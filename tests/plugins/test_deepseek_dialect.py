@@ -210,12 +210,26 @@ def test_tool_calls_are_read_back(form: DeepseekFormat, thinking: bool) -> None:
         ([said("user", "a")], {"tools": [WEATHER], "tool_choice": "required"}, "HR-CHAT-07: Deep.*tool_choice"),
         ([said("user", "a")], {"enable_thinkin": True}, "HR-CHAT-06: .*enable_thinkin(.|\n)*did you mean"),
         ([said("user", "a")], {"thinking": "yes"}, "HR-CHAT-06: thinking = 'yes'"),
+        ([said("user", "a")], {"thinking": True, "enable_thinking": False}, "HR-CHAT-06: .* contradict"),
+        ([said("user", "a")], {"tools": [{"type": "function", "function": 10**400}]}, "HR-CHAT-07: .*integer"),
     ],
 )
 def test_what_the_format_does_not_allow(form: DeepseekFormat, messages: Any, arguments: Any, text: str) -> None:
     with pytest.raises(RequestError, match=text) as raised:
         form.prompt(messages, arguments=arguments)
     assert raised.value.help
+
+
+def test_endless_nesting_is_refused(form: DeepseekFormat) -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(RequestError, match=r"HR-CHAT-07: .*nesting"):
+        form.prompt([said("user", "a")], arguments={"tools": nested})
+
+
+def test_answers_with_lone_surrogates_are_read(form: DeepseekFormat) -> None:
+    assert form.parse("a\ud800b", arguments={"thinking": False}) == said("assistant", "a?b")
 
 
 def test_images_are_refused(form: DeepseekFormat) -> None:
