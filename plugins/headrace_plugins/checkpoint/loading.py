@@ -9,9 +9,10 @@ keeps peak memory near what is held. Every number is checked on the way.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable
 from os import PathLike
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -73,9 +74,10 @@ class _Map:
 
     def __init__(self, path: str) -> None:
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # else the system may want memory for all of it
+        self._path = path
         try:
-            with open(path, "rb") as file:
-                self._mmap = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._file = open(path, "rb")  # noqa: SIM115 - for `check`; closed with the last reference
+            self._mmap = mmap.mmap(self._file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError) as error:
             raise ModelError(
                 "HR-CKPT-02", f"can't map {path} into memory: {error}", "check the file and its permissions"
@@ -85,8 +87,17 @@ class _Map:
     def of(self, entry: Entry) -> Tensor:
         """The bytes of a tensor, [n] uint8: a view that keeps the map alive."""
         if entry.end > len(self._bytes):
-            raise ModelError("HR-CKPT-03", f"{entry.path} became shorter while it was read", "try again")
+            self._shorter()
         return self._bytes[entry.begin : entry.end]
+
+    def check(self, end: int) -> None:
+        """To be called before bytes up to `end` are touched: a page beyond the end of a file that was cut meanwhile
+        would end the process."""
+        if os.fstat(self._file.fileno()).st_size < end:
+            self._shorter()
+
+    def _shorter(self) -> NoReturn:
+        raise ModelError("HR-CKPT-03", f"{self._path} became shorter while it was read", "try again")
 
     def drop(self, begin: int, end: int) -> None:
         """Give the pages of bytes [begin, end) back; they are read again when they are touched."""
@@ -105,6 +116,7 @@ def _plain(found: Match, maps: dict[str, _Map], dtype: torch.dtype) -> Tensor:
     raw, size = mapped.of(entry), stored.itemsize
     for start in range(0, len(flat), CHUNK):
         end = min(start + CHUNK, len(flat))
+        mapped.check(entry.begin + size * end)
         piece = raw[size * start : size * end]
         if (entry.begin + size * start) % size:
             piece = piece.clone()  # a view as numbers must be aligned
@@ -120,8 +132,10 @@ def _packed(
     spec, codes_map, scale_map = found.spec, maps[found.weight.path], maps[scale.path]
     codes = codes_map.of(found.weight).view(found.weight.shape)
     scales = scale_map.of(scale).view(scale.shape)
+    scale_map.check(scale.end)
     _check_scales(spec, scale, scales)
     if keep == "quantised":
+        codes_map.check(found.weight.end)
         if found.weight.dtype == "F8_E4M3":
             _check_codes(found.weight, codes_map)
         scale_map.drop(scale.begin, scale.end)
@@ -132,6 +146,8 @@ def _packed(
     rows_per_scale = BLOCK if spec.packing == "fp8_block" else 1
     for start in range(0, m, step):
         end = min(start + step, m)
+        codes_map.check(found.weight.begin + end * codes.shape[1])
+        scale_map.check(scale.end)
         piece = codes[start:end], scales[start // rows_per_scale : -(-end // rows_per_scale)]
         out[start:end] = unpack(Quantised(*piece, spec.packing, (end - start, k)), dtype)
         if found.weight.dtype == "F8_E4M3":  # e2m1 has no NaN
@@ -157,6 +173,7 @@ def _check_codes(entry: Entry, mapped: _Map) -> None:
     """e4m3 has NaN as 0x7f and 0xff, and no infinity. e2m1 has neither."""
     raw = mapped.of(entry)
     for start in range(0, len(raw), CHECK_BYTES):
+        mapped.check(entry.begin + min(start + CHECK_BYTES, len(raw)))
         piece = raw[start : start + CHECK_BYTES] & 0x7F
         if int(piece.max()) == 0x7F:
             _not_a_number(entry, start + int((piece == 0x7F).nonzero()[0]))

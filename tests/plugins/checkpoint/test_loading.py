@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +99,38 @@ def test_progress_reaches_one(tmp_path: Path) -> None:
     assert seen[0] == 0
     assert seen[-1] == 1
     assert seen == sorted(seen)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """In a process of its own, which a page beyond the end of the file would kill."""
+    script = """
+import sys, os, torch
+from headrace.errors import ModelError
+from headrace.modeling import TensorSpec
+from headrace_plugins.checkpoint import load_weights, random_checkpoint
+
+specs = [TensorSpec(name=f"{i}.weight", shape=(64, 4096), packing=packing)
+         for i, packing in enumerate(("none", "fp4_row", "fp8_block", "fp8_row", "none"))]
+for keep in ("dequant", "quantised"):
+    for part in (0.0, 0.3, 0.6, 0.8):
+        folder = os.path.join(sys.argv[1], f"{keep}{part}")
+        random_checkpoint(folder, specs, {}, quantised=True)
+        cut = []
+
+        def report(fraction):
+            if fraction >= part and not cut:
+                cut.append(fraction)
+                os.truncate(os.path.join(folder, "model.safetensors"), 5000)
+
+        try:
+            load_weights(folder, specs, compute=torch.float32, keep=keep, report=report)
+        except ModelError as error:
+            assert error.code == "HR-CKPT-03" and "became shorter" in error.message, error
+        else:
+            raise AssertionError((keep, part, cut))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_numbers_that_lie_unaligned(tmp_path: Path) -> None:
