@@ -116,7 +116,7 @@ def validate(
     elsewhere: key -> table where it would be valid.
     """
     before = len(problems)
-    values = _secrets(model, raw, path, tree, problems)
+    values = _written(_secrets(model, raw, path, tree, problems), path, tree, problems)
     folders = {key: where.folder() for key in raw if (where := tree.where((*path, key)))}
     try:
         checked = model.model_validate_json(json.dumps(values, default=str), strict=True, context=folders)
@@ -127,6 +127,24 @@ def validate(
                 problems.append(_problem(model, faults, key, path, tree, label, elsewhere or {}))
         return None
     return checked if len(problems) == before else None
+
+
+def _written(value: Any, path: KeyPath, tree: Tree, problems: list[HeadraceError]) -> Any:
+    """The value, its texts fit for JSON. Those that are no UTF-8 (a path may be so) are added to `problems`."""
+    if isinstance(value, Mapping):
+        return {key: _written(each, (*path, str(key)), tree, problems) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(each, path, tree, problems) for each in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        where = tree.where(path)
+        message = f"{dotted(path)}{f' ({where})' if where else ''} is no UTF-8 text"
+        problems.append(_key_error(path, "HR-CONFIG-04", message, "if it is a path, rename the file or folder"))
+        return value.encode("utf-8", "replace").decode()
+    return value
 
 
 class _KeyError(ConfigError):

@@ -536,3 +536,11 @@ def test_descriptions() -> None:
     ]  # fmt: skip
     assert rows["needed"]["default"] == "required"
     assert rows["size"]["default"] == "unset"
+
+
+def test_texts_that_are_no_utf8_are_named_among_the_other_problems() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, model="a\udcff", overrides={"engine": {"max_sequences": 0}})
+    assert raised.value.code == "HR-CONFIG-04"
+    assert "model (argument) is no UTF-8 text" in str(raised.value)
+    assert "engine.max_sequences = 0" in str(raised.value)
