@@ -199,17 +199,20 @@ class PagedSpace(KVSpace):
         return True
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """The end of the last whole block, where the rings would not hold enough for its snapshot after `end`. Before
-        that the last one at which the same prompt may start."""
-        if not self.n_snapshots:
-            return end
-        boundary = end - end % self.block_tokens
-        if self.rerun_tokens:
-            usable = self._limit(seq)
-            usable -= usable % self.block_tokens
-            if seq.computed < usable < boundary:
-                boundary = usable
-        return boundary if boundary > seq.computed and end - boundary > self.slack_tokens else end
+        """The first end of a block that wants a snapshot for which the rings would not hold enough after `end`."""
+        if self.n_snapshots:
+            for boundary in self._boundaries(seq, seq.computed, end):
+                if end - boundary > self.slack_tokens:
+                    return boundary
+        return end
+
+    def _boundaries(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Ends of blocks in (start, end] that want a snapshot, ascending: the last one at which the same prompt may
+        start (its n samples do, for one), and the last one, for prompts that go on from there."""
+        last = end - end % self.block_tokens
+        usable = seq.n_prompt - max(1, self.rerun_tokens)
+        usable -= usable % self.block_tokens
+        return [boundary for boundary in sorted({min(usable, last), last}) if boundary > start]
 
     def _grow(self, row: int, n: int) -> None:
         blocks = self._blocks[row]
@@ -252,24 +255,26 @@ class PagedSpace(KVSpace):
             self._passes(seq, keep, ops)
 
     def _passes(self, seq: Sequence, keep: int, ops: list[KVOp]) -> None:
-        """Ask for a snapshot if the row passed the end of a block and its rings still hold all that belongs to it."""
+        """Ask for snapshots where the row passed the end of a block and its rings still hold all that belongs to it."""
         row = seq.slot
         if self._write_from and keep >= self._write_from.get(row, keep + 1):
             del self._write_from[row]
-        boundary = keep - keep % self.block_tokens
-        if boundary <= self._passed[row]:
+        if keep < self._passed[row] + self.block_tokens:
             return
-        self._passed[row] = boundary
-        if not self.n_snapshots or self._high[row] - boundary > self.slack_tokens:
-            return
-        n = boundary // self.block_tokens
+        for boundary in self._boundaries(seq, self._passed[row], keep):
+            self._passed[row] = boundary
+            if self.n_snapshots and self._high[row] - boundary <= self.slack_tokens:
+                self._keep(seq, boundary // self.block_tokens, ops)
+
+    def _keep(self, seq: Sequence, n: int, ops: list[KVOp]) -> None:
+        """Have a snapshot of seq's rings at the end of its n-th block, if others can find that block."""
         block = self._indexed(seq, n)
         if block is None:
             return
         if block in self._snapshots:
             self._snapshots.use(block)
         else:
-            ops.append(Snapshot(row, 0, self._snapshots.take(block)))
+            ops.append(Snapshot(seq.slot, 0, self._snapshots.take(block)))
             self._gains += n
 
     def _indexed(self, seq: Sequence, n: int) -> int | None:

@@ -193,6 +193,28 @@ def test_chunks_end_where_a_snapshot_can_be_taken() -> None:
     assert kv.chunk_end(seq, 31) == 28
 
 
+@pytest.mark.parametrize(("layout", "prompt", "chunks", "start"), [
+    ({}, 30, 30, 28),
+    ({}, 28, 28, 24),
+    ({"slack_tokens": 6}, 28, 28, 24),
+    ({"rerun_tokens": 9}, 30, 30, 20),
+    ({"rerun_tokens": 9, "slack_tokens": 6}, 30, 25, 20),
+    ({"rerun_tokens": 9, "slack_tokens": 6}, 30, 13, 20),
+    ({"rerun_tokens": 40}, 30, 30, 0),
+])  # fmt: skip
+def test_the_same_prompt_starts_as_late_as_it_may(layout: dict[str, int], prompt: int, chunks: int, start: int) -> None:
+    """A prompt of whole blocks too, whose last token must run: its last block but one is then the last to start at."""
+    kv = space(n_snapshots=8, **layout)
+    seq, _ = held(kv, range(prompt))
+    while seq.computed < prompt:
+        feed(kv, seq, kv.chunk_end(seq, min(prompt, seq.computed + chunks)))
+    again, _ = held(kv, range(prompt))
+    assert again.computed == start
+    longer, _ = held(kv, range(prompt + 40))
+    assert longer.computed == prompt - prompt % 4, "who goes on from there starts at the end"
+    kv.check([seq, again, longer])
+
+
 def test_the_end_of_a_prompt_runs_but_not_of_what_came_after_it() -> None:
     kv = space(n_snapshots=8, rerun_tokens=3)
     seq, _ = held(kv, range(20), n_prompt=12)

@@ -127,8 +127,8 @@ def test_cold_or_from_a_prefix_hit(case: Case) -> None:
     for _ in range(2):
         turns.append(dict(run.add(*(case.ask(i, logits=False) for i in some)).finish()))
     for i in some:
-        if not case.executor.layout.rerun_tokens:  # else no snapshot lies early enough in so short a prompt
-            assert turns[1][str(i)].cached >= 16, "the second turn must find the prefix"
+        latest = len(PROMPTS[i]) - max(1, case.executor.layout.rerun_tokens)
+        assert turns[1][str(i)].cached >= latest - latest % 8, "the second turn must find the prefix"
         for done in turns:  # not before: who asks alone takes the blocks of this run
             case.check(i, done[str(i)], logits=False)
 
