@@ -33,7 +33,7 @@ def load_tokenizer(folder: str, n_vocab: int) -> HFTokenizer:
 
     Reads tokenizer.json and what tokenizer_config.json, generation_config.json and config.json say of BOS and EOS.
     Raises ModelError: HR-TOKENIZER-01 (a file that is damaged), -02 (a kind of tokenizer that can't be served),
-    -03 (more tokens than the model has).
+    -03 (more tokens than the model has), -04 (an id in a config file that is none).
     """
     path = os.path.join(folder, FILE)
     try:
@@ -49,10 +49,17 @@ def load_tokenizer(folder: str, n_vocab: int) -> HFTokenizer:
     return HFTokenizer(source, n_vocab, said, path)
 
 
-def token_ids(value: Any) -> list[int]:
-    """What a config file says where ids of tokens belong: a number, a list, or nothing; what is no id is left out."""
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+def token_ids(values: Mapping[str, Any], key: str, origin: str) -> list[int]:
+    """What a config file says at `key`: an id, a list of them, or nothing; a negative number is nothing, too. Raises
+    ModelError HR-TOKENIZER-04 for anything else: a model without its EOS would never stop."""
+    value = values.get(key)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    for token in found:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ModelError(
+                "HR-TOKENIZER-04", f"{key} = {value!r:.60} ({origin}) is no token id", "write a whole number, or a list"
+            )
+    return [token for token in found if token >= 0]
 
 
 class _Said:
@@ -66,8 +73,12 @@ class _Said:
     def ids(self, key: str) -> Iterator[int]:
         """Of "bos_token_id" or "eos_token_id": a number, a list, or nothing, at each place that may say it."""
         nested = self.model.get("text_config")
-        for place in (self.generation, self.model, nested if isinstance(nested, dict) else {}):
-            yield from token_ids(place.get(key))
+        for place, origin in (
+            (self.generation, "generation_config.json"),
+            (self.model, "config.json"),
+            (nested if isinstance(nested, dict) else {}, "config.json, text_config"),
+        ):
+            yield from token_ids(place, key, origin)
 
     def name(self, key: str) -> str | None:
         """Of "bos_token" or "eos_token": a text, or a table that holds it."""

@@ -233,13 +233,22 @@ def test_a_template_post_processor_asks_for_bos(tmp_path: Path, sources: dict[st
         ({"config": {"eos_token_id": 1}}, {1}),
         ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [5, 6]}}, {1, 5, 6}),
         ({"config": {"text_config": {"eos_token_id": [5]}}, "tokenizer_config": {"eos_token": "<|eos|>"}}, {1, 5}),
-        ({"config": {"eos_token_id": [1, -1, 600, None, True, "x"]}}, {1}),
+        ({"config": {"eos_token_id": [1, -1, 600]}}, {1}),
     ],
 )
 def test_eos(tmp_path: Path, sources: dict[str, Any], files: Any, eos: set[int]) -> None:
     tokenizer = write(tmp_path, sources["byte_level"], **files)
     assert tokenizer.eos_ids == eos
     assert all(tokenizer.is_special(token) for token in eos)
+
+
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+@pytest.mark.parametrize("value", ["1", True, 1.0, [1, None], {"id": 1}])
+def test_an_eos_that_is_no_id_is_an_error(tmp_path: Path, sources: dict[str, Any], file: str, value: Any) -> None:
+    """Left out in silence, the model would never stop."""
+    files: dict[str, Any] = {file: {"eos_token_id": value}}
+    with pytest.raises(ModelError, match=f"HR-TOKENIZER-04: eos_token_id = .*{file}.json"):
+        write(tmp_path, sources["byte_level"], **files)
 
 
 def test_a_model_of_more_tokens_and_one_of_fewer(tmp_path: Path, sources: dict[str, Any]) -> None:

@@ -47,4 +47,5 @@ class IdTokenizer(Tokenizer):
 def _ids(config: Mapping[str, Any], key: str) -> list[int]:
     """Here or in text_config."""
     text = config.get("text_config")
-    return token_ids(config.get(key, text.get(key) if isinstance(text, dict) else None))
+    nested = text if isinstance(text, dict) and key not in config else config
+    return token_ids(nested, key, "config.json")
