@@ -167,8 +167,6 @@ class PagedSpace(KVSpace):
         self._passed[row] = start - start % self.block_tokens
         if start < valid:
             self._write_from[row] = valid
-        else:
-            self._write_from.pop(row, None)
 
     def _match(self, tokens: list[int], root: Root, chain: list[bytes], most: int) -> list[int]:
         """Blocks that already hold a prefix of tokens, at most so many; appends their keys to chain."""

@@ -156,6 +156,24 @@ def test_the_snapshot_that_nobody_used_goes_first() -> None:
     assert kv.restorable(sequence(range(14))) == 12
 
 
+def test_a_boundary_counts_as_used_when_it_is_passed_and_only_then() -> None:
+    kv = space(n_snapshots=2)
+    first, _ = held(kv, range(20))
+    feed(kv, first, 4)
+    other, _ = held(kv, range(50, 70))
+    feed(kv, other, 4)
+    again, _ = held(kv, range(4))
+    feed(kv, again, 4)  # 4 was used now
+    assert feed(kv, other, 8) == [Snapshot(other.slot, 0, 1)], "other's own 4 goes"
+    assert feed(kv, other, 9) == feed(kv, first, 5) == []
+    late, _ = held(kv, range(10))
+    assert late.computed == 4
+    feed(kv, other, 12)
+    feed(kv, other, 16)  # nobody has 4 any more
+    assert feed(kv, late, 5) == feed(kv, first, 6) == [], "they are past it, though their rings still hold it"
+    assert kv.restorable(sequence(range(10))) == 0
+
+
 def test_a_forgotten_block_takes_its_snapshot_along() -> None:
     kv = space(n_snapshots=8, n_blocks=3)
     seq, _ = held(kv, range(8))
@@ -257,6 +275,19 @@ def test_rings_that_are_not_kept_have_no_hits() -> None:
     kv.release(seq, [])
     again, ops = held(kv, range(20))
     assert (again.computed, ops, from_now(kv, again)) == (0, [Begin(again.slot)], None)
+
+
+def test_a_replay_that_fails_still_writes_no_shared_block() -> None:
+    kv = space(replay_tokens=6)
+    seq, _ = held(kv, range(20))
+    feed(kv, seq, 18)
+    again, _ = held(kv, range(20))
+    for _ in range(2):
+        ops: list[KVOp] = []
+        kv.reserve(again, 15, ops)
+        kv.rollback(again, ops)
+        assert (again.computed, ops, from_now(kv, again)) == (10, [Begin(again.slot)], [16])
+    kv.check([seq, again])
 
 
 @pytest.mark.parametrize(("layout", "start"), [({"n_snapshots": 4}, 8), ({"replay_tokens": 3}, 8), ({}, 0)])
