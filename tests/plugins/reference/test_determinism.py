@@ -179,7 +179,9 @@ def test_drafts_change_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("determinism", ["off", "seeded"])
-def test_without_it_company_shows_in_the_bits(dense: Callable[..., str], determinism: Determinism) -> None:
+def test_without_it_company_shows_in_the_bits(
+    dense: Callable[..., str], determinism: Determinism, varying_products: None
+) -> None:
     """The promise costs something, so it must be worth something: plain kernels do break it."""
     executor = opened(dense(), engine=ENGINE, determinism=determinism)
     assert not executor.caps.row_invariant

@@ -231,7 +231,7 @@ class TestPagedAttentionTiled(TestPagedAttention):
     name, exact = "torch-tiled", True
 
 
-def test_the_quick_kernels_are_not_exact() -> None:
+def test_the_quick_kernels_are_not_exact(varying_products: None) -> None:
     """What the class finds when one of them claims to be."""
 
     class Claims(TestDense):

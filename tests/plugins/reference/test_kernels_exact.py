@@ -126,8 +126,7 @@ def test_rows_of_exact_kernels_are_independent(spec: Any, compute: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.exact], ids=lambda s: s.factory)
-def test_rows_of_quick_kernels_are_not(spec: Any) -> None:
-    # If this fails, torch has become independent of the row count, and the tiled kernels may have outlived their use.
+def test_rows_of_quick_kernels_are_not(spec: Any, varying_products: None) -> None:
     assert any(differs(rows_first(spec, "float32"), call) for call in calls(torch.float32)[spec.op])
 
 
