@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init = verbs.add_parser("init", help="write a first config", description="Write a commented config to start from.")
     init.add_argument("file", nargs="?", default=DEFAULT_FILE, metavar="FILE", help=f"where (default {DEFAULT_FILE})")
     init.add_argument("--model", metavar="MODEL", help="path or URI of the model")
-    init.add_argument("--from", dest="preset", default="laptop", metavar="NAME", help=f"one of: {', '.join(presets())}")
+    init.add_argument(
+        "--from", dest="preset", metavar="NAME",
+        help=f"one of: {', '.join(presets())} (default: checkpoint for a MODEL that is a folder, else laptop)",
+    )  # fmt: skip
     init.add_argument("--force", action="store_true", help="overwrite the file if it exists")
 
 
@@ -101,15 +104,17 @@ def presets() -> dict[str, str]:
 
 def _init(args: argparse.Namespace) -> int:
     known = presets()
-    if args.preset not in known:
+    is_folder = args.model is not None and Path(args.model).expanduser().is_dir()
+    preset = args.preset or ("checkpoint" if is_folder else "laptop")
+    if preset not in known:
         raise ConfigError(
-            "HR-CONFIG-12", f"no config named '{args.preset}' to start from",
-            f"{did_you_mean(args.preset, known)}known: {', '.join(known)}",
+            "HR-CONFIG-12", f"no config named '{preset}' to start from",
+            f"{did_you_mean(preset, known)}known: {', '.join(known)}",
         )  # fmt: skip
     path = Path(args.file)
     if not path.parent.is_dir():
         raise ConfigError("HR-CONFIG-12", f"no such folder: {path.parent}", f"mkdir -p {path.parent}")
-    text = known[args.preset]
+    text = known[preset]
     if args.model is not None:
         lines = text.splitlines(keepends=True)
         first = next(i for i, line in enumerate(lines) if line.startswith(_MODEL_LINE))
