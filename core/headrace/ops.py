@@ -464,7 +464,7 @@ def _unserved(
     if any(problem == "not exact" for _, problem in named):
         helps.append("determinism = 'seeded' takes kernels that are not exact")
     if asked is not None:
-        helps.append(f"or leave the choice for {op} out")
+        helps.append(f"{'or ' if helps else ''}leave the choice for {op} out")
         return ConfigError("HR-OPS-04", f"the kernel chosen for op '{op}' can't serve {context}: {told}",
                            "; ".join(helps))  # fmt: skip
     message = f"no kernel serves op '{op}' as {context}; candidates: {told or 'none is installed'}"

@@ -207,8 +207,11 @@ def _check(config: Config, selected: Selected, caps: Capabilities) -> None:
     """Everything asked for against what the executor can do, or foresees to: all that is missing, at once."""
     problems: list[HeadraceError] = []
     name = selected.backend.entry.spec.name
-    others = [entry.spec.name for entry in selected.catalog.specs(BackendSpec) if entry.spec.name != name]
-    elsewhere = f"or try another backend: {', '.join(others)}" if others else "no other backend is installed"
+    others = [
+        entry.spec.name for entry in selected.catalog.specs(BackendSpec)
+        if entry.spec.name != name and selected.source.format in entry.spec.formats
+    ]  # fmt: skip
+    elsewhere = f"or try another backend: {', '.join(others)}" if others else "no other backend reads this model"
     if config.determinism == "batch-invariant" and not caps.row_invariant:
         problems.append(
             ConfigError(
@@ -280,5 +283,7 @@ def _make_kv(config: Config, executor: Executor) -> KVSpace:
     caps, options = executor.caps, config.engine
     if caps.kv == "paged":
         n_rows = min(options.max_sequences, caps.max_rows)
-        return PagedSpace(executor.layout, n_rows, prefix_cache=options.prefix_cache)
+        return PagedSpace(
+            executor.layout, n_rows, prefix_cache=options.prefix_cache, context_tokens=executor.model.context_tokens
+        )
     return SlotSpace(executor.layout, partial_trim=caps.partial_trim, fork=caps.fork, prefix_cache=options.prefix_cache)

@@ -179,6 +179,7 @@ def test_an_override_is_never_a_downgrade() -> None:
     assert "leave the choice for norm.rms out" in error.help
     error = refused(("norm.rms",), offer("plain", when=lambda context: "wants rain"), offer("slow"), norm_rms="plain")
     assert (error.code, "wants rain" in error.message) == ("HR-OPS-04", True)
+    assert error.help == "leave the choice for norm.rms out"
 
 
 def test_an_override_of_an_op_that_is_not_needed_is_fine() -> None:

@@ -349,6 +349,7 @@ def test_alternatives_are_listed(catalog: Catalog, fake: Fake) -> None:
     invariance, drafter = error.problems
     assert "up to near ties, or try another backend: " in invariance.help
     assert "slow" in invariance.help
+    assert not any(name in invariance.help for name in ("gguf", "toy")), "they read other formats"
     assert "has its own: fused" in drafter.help
     fake.caps = {"fused_drafters": frozenset({"fused"})}
     build(load_config(None, model="fake://fake", sets=["drafter.use=fused"]), catalog=catalog).close()

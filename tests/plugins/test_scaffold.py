@@ -72,6 +72,7 @@ def test_plugin_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
     ("kind", "name", "code", "says"),
     [
         ("draftr", "mine", "HR-SCAFFOLD-01", "did you mean 'drafter'?"),
+        ("model", "mine", "HR-SCAFFOLD-01", "docs/models.md"),
         ("drafter", "", "HR-SCAFFOLD-02", "lower-case"),
         ("drafter", "My", "HR-SCAFFOLD-02", "lower-case"),
         ("drafter", "2fast", "HR-SCAFFOLD-02", "lower-case"),

@@ -97,6 +97,11 @@ class ReferenceExecutor(Executor):
         """Kernels of the model's ops, and of sampling."""
         options, context = self._options, self._build
         exact = context.determinism == "batch-invariant"
+        if exact and options.compile:
+            raise ConfigError(
+                "HR-CONFIG-10", "determinism = 'batch-invariant' can't be served: loops that backend.compile makes "
+                "round their last few elements by other code", "set compile = false, or determinism = 'seeded'",
+            )  # fmt: skip
         made_for = KernelContext(
             device=DEVICE, compute=options.compute, exact=exact, facts={"arch": self._facts.architecture}
         )
@@ -152,8 +157,7 @@ class ReferenceExecutor(Executor):
             max_rows=engine.max_sequences,
             max_tokens=engine.max_batch_tokens,
             blocking_forward=True,
-            # compiled loops round their last few elements by other code
-            row_invariant=self._build.determinism == "batch-invariant" and not options.compile,
+            row_invariant=self._build.determinism == "batch-invariant",
             deterministic=True,
             partial_trim=True,
             drafts=True,

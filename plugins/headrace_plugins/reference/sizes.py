@@ -108,19 +108,26 @@ def resolve(
         n_snapshots=n_snapshots, ring_bytes=arrangement.ring_bytes, weight_bytes=weights, available_bytes=available,
     )  # fmt: skip
     if sizes.needed_bytes > available:
-        raise _no_room(facts, sizes)
+        raise _no_room(facts, model, sizes, options)
     return sizes
 
 
-def _no_room(facts: ModelFacts, sizes: Sizes) -> ModelError:
+def _no_room(facts: ModelFacts, model: Model, sizes: Sizes, options: ReferenceOptions) -> ModelError:
     rings = (sizes.n_slots + sizes.n_snapshots) * sizes.ring_bytes
     if sizes.weight_bytes > sizes.available_bytes:
-        help = 'the weights alone are too large: set compute = "bfloat16" or weights = "quantised", or a smaller model'
+        smaller = {'compute = "bfloat16"': {"compute": "bfloat16"}, 'weights = "quantised"': {"weights": "quantised"}}
+        edits = [
+            edit for edit, update in smaller.items()
+            if weight_bytes(model.tensors(), options.model_copy(update=update)) < sizes.weight_bytes
+        ]  # fmt: skip
+        help = "the weights alone are too large: " + " or ".join(
+            [*(f"set {edit}" for edit in edits), "choose a smaller model"]
+        )
     else:
         help = "set fewer kv_tokens or snapshots, or engine.max_sequences"
     return ModelError(
         "HR-MEMORY-01",
-        f"{facts.folder} needs {sizes.needed_bytes} bytes: weights {sizes.weight_bytes}, KV {sizes.kv_bytes}, "
-        f"rings {rings}; {sizes.available_bytes} are available",
+        f"{facts.folder} needs {gib(sizes.needed_bytes)}: weights {gib(sizes.weight_bytes)}, "
+        f"KV {gib(sizes.kv_bytes)}, rings {gib(rings)}; {gib(sizes.available_bytes)} are available",
         help,
     )

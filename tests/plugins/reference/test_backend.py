@@ -240,17 +240,22 @@ def test_options_that_contradict_each_other(options: dict[str, Any]) -> None:
         ReferenceOptions(**options)
 
 
-def test_a_model_that_does_not_fit_is_refused_in_bytes(
+def test_a_model_that_does_not_fit_is_refused_with_its_size(
     dense: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import reference_driver
 
     machine = replace(probe_machine(), available_memory_bytes=50_000)
     monkeypatch.setattr(reference_driver, "probe_machine", lambda: machine)
-    with pytest.raises(ModelError, match="50000 are available") as found:
+    with pytest.raises(ModelError, match=r"rings .*; 0\.05 MiB are available") as found:
         reference_driver.new_executor(dense())
     assert found.value.code == "HR-MEMORY-01"
     assert "weights alone" in found.value.help
+    assert "bfloat16" in found.value.help
+    assert "quantised" not in found.value.help, "nothing of this checkpoint is packed"
+    with pytest.raises(ModelError) as found:
+        reference_driver.new_executor(dense(), compute="bfloat16")
+    assert "bfloat16" not in found.value.help
     machine = replace(machine, available_memory_bytes=400_000)
     with pytest.raises(ModelError, match=r"KV \d+") as found:
         reference_driver.new_executor(dense(), kv_tokens=100_000)
@@ -361,6 +366,7 @@ def test_compiled_ops_are_not_batch_invariant(dense: Callable[..., str]) -> None
     with pytest.raises(ConfigError, match="batch-invariant") as found:
         LLM(dense(), backend={"use": "reference", "compile": True}, determinism="batch-invariant")
     assert found.value.code == "HR-CONFIG-10"
+    assert "compile = false" in found.value.help
 
 
 @pytest.mark.parametrize(

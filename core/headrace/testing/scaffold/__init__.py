@@ -45,8 +45,9 @@ def write_plugin(kind: str, name: str, folder: Path | str) -> list[Path]:
     """
     if kind not in KINDS:
         raise PluginError(
-            "HR-SCAFFOLD-01", f"unknown plugin kind '{kind}'", f"{did_you_mean(kind, KINDS)}kinds: {', '.join(KINDS)}."
-        )
+            "HR-SCAFFOLD-01", f"unknown plugin kind '{kind}'",
+            f"{did_you_mean(kind, KINDS)}kinds: {', '.join(KINDS)}; for a model start from the one in docs/models.md",
+        )  # fmt: skip
     _check_name(name)
     root = Path(folder) / f"headrace-{name}"
     if root.exists() or root.is_symlink():
