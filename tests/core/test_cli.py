@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -382,6 +383,8 @@ def test_plugins_list_and_show_kernels(run: Run) -> None:
     out = run("plugins", "show", "norm.rms")[1]
     assert out.startswith("op norm.rms(x, weight, eps)\n\nx rsqrt(mean(x^2) + eps) weight")
     assert "linear.dense" not in out
+    assert run("plugins", "show", "dense")[1].startswith("model dense (")
+    assert run("plugins", "show", "torch-tiled")[1].startswith("OP ")
     assert json.loads(run("plugins", "show", "norm.rms", "--json")[1])["op"]["call"] == "norm.rms(x, weight, eps)"
     assert re.search(r"^linear\.dense +torch-tiled", run("plugins", "show", "torch-tiled")[1], re.M)
     assert "did you mean 'rope.apply'" in run("plugins", "show", "rope.aply")[2]
@@ -484,6 +487,13 @@ def test_config_init(run: Run, tmp_path: Path) -> None:
     assert run("config", "init", str(path), "--force", "-q")[:2] == (EXIT_OK, "")
     assert "did you mean 'laptop'" in run("config", "init", str(path), "--force", "--from", "labtop")[2]
     assert "no such folder" in run("config", "init", str(tmp_path / "no/x.toml"))[2]
+
+
+def test_config_init_starts_from_the_kind_of_model(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "new.toml"
+    for model, backend in ((str(tmp_path), "reference"), ("other.gguf", "gguf")):
+        assert run("config", "init", str(path), "--force", "--model", model)[0] == EXIT_OK
+        assert tomllib.loads(path.read_text())["backend"] == {"use": backend}
 
 
 def test_doctor(run: Run, act: Act) -> None:

@@ -56,6 +56,13 @@ def test_json_has_the_one_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(set(result) == KEYS for result in found["results"])
 
 
+def test_the_determinism_bench_names_its_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--requests", "1", "--tokens", "2", "--rounds", "1"]
+    assert main(["bench", "determinism", "toy://seed=1", *size]) == 0
+    head = next(line for line in capsys.readouterr().out.splitlines() if "what" in line)
+    assert [word.strip() for word in head.strip("┃").split("┃")] == ["what", "batch-invariant", "off", "ratio", "unit"]
+
+
 def test_a_backend_without_a_raw_loop_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "toy://seed=1"]) != 0
     assert "HR-" in capsys.readouterr().err

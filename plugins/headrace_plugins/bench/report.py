@@ -69,9 +69,14 @@ def _cpu_name() -> str:
 
 
 def show(
-    bench: str, results: list[Result], packages: tuple[str, ...], as_json: bool, write: Callable[[str], Any]
+    bench: str,
+    results: list[Result],
+    packages: tuple[str, ...],
+    as_json: bool,
+    write: Callable[[str], Any],
+    sides: tuple[str, str] = ("ours", "baseline"),
 ) -> None:
-    """Print the results. JSON: {"bench", "machine", "versions", "results"}."""
+    """Print the results. JSON: {"bench", "machine", "versions", "results"}. sides: what the table calls the two."""
     if as_json:
         report = {"bench": bench, "machine": machine(), "versions": versions(*packages)}
         write(json.dumps(report | {"results": [asdict(result) for result in results]}, indent=1))
@@ -80,7 +85,7 @@ def show(
     from rich.table import Table
 
     table = Table(title=f"headrace bench {bench}")
-    for column in ("what", "ours", "baseline", "ratio", "unit"):
+    for column in ("what", *sides, "ratio", "unit"):
         table.add_column(column, justify="left" if column in ("what", "unit") else "right")
     for result in results:
         numbers = ("" if value is None else f"{value:,.3f}" for value in (result.ours, result.baseline, result.ratio))

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args.model, args.catalog, threads, max(counts))
     with pinned(threads):
         results = bench.run(config, args.catalog, counts, n_tokens, n_rounds)
-    show(args.bench, results, ("headrace-gguf", "llama_cpp_python", "torch"), args.json, print)
+    sides = ("ours", "raw loop") if bench is engine else ("batch-invariant", "off")
+    show(args.bench, results, ("headrace-gguf", "llama_cpp_python", "torch"), args.json, print, sides)
     return 0
 
 

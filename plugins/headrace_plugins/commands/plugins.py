@@ -70,13 +70,13 @@ def _kernels(catalog: Catalog) -> tuple[list[_Kernel], list[PluginError]]:
     return found, problems
 
 
-def _print_kernels(kernels: Iterable[_Kernel]) -> None:
+def _print_kernels(kernels: Iterable[_Kernel], gap: str = "\n") -> None:
     rows = [
         [each.spec.op, each.spec.name, each.device, each.plugin.name, str(each.spec.priority),
          "yes" if each.spec.exact else "no", _summary(each.spec)] for each in kernels
     ]  # fmt: skip
     if rows:
-        print("\n" + table(rows, ["OP", "KERNEL", "DEVICE", "PLUGIN", "PRIORITY", "EXACT", "SUMMARY"]))
+        print(gap + table(rows, ["OP", "KERNEL", "DEVICE", "PLUGIN", "PRIORITY", "EXACT", "SUMMARY"]))
 
 
 def _list(catalog: Catalog, json: bool) -> None:
@@ -130,13 +130,14 @@ def _show(catalog: Catalog, name: str, json: bool) -> None:
         print(f"plugin {plugin.name}: {plugin.dist} {plugin.version}, module {plugin.module}, {plugin.status}")
         if plugin.error:
             print(f"  error: {plugin.error}\n  help: {plugin.help}\n\n{plugin.trace}".rstrip())
-    for plugin, spec in shown:
-        print(f"\n{kind_of(type(spec))} {spec.name} (plugin {plugin.name}, {plugin.dist} {plugin.version})")
+    for i, (plugin, spec) in enumerate(shown):
+        gap = "\n" * bool(plugins or contract or i)
+        print(f"{gap}{kind_of(type(spec))} {spec.name} (plugin {plugin.name}, {plugin.dist} {plugin.version})")
         print(f"  {_summary(spec)}")
         print(
             table(
                 [
-                    [f"  {key}", str(value)]
+                    [f"  {key}", ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)]
                     for key, value in _spec(spec).items()
                     if key not in ("name", "summary", "kind")
                 ]
@@ -149,7 +150,7 @@ def _show(catalog: Catalog, name: str, json: bool) -> None:
             print("  options:")
             rows = [[f"    {row['name']}", row["type"], row["default"], row["doc"]] for row in options["options"]]
             print(table(rows, ["    NAME", "TYPE", "DEFAULT", ""]))
-    _print_kernels(kernels)
+    _print_kernels(kernels, gap="\n" * bool(plugins or contract or shown))
     if contract is not None and not kernels:
         print("\nno plugin offers a kernel")
     for problem in problems:
