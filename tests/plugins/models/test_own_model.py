@@ -1,4 +1,4 @@
-"""The model that docs/models.md prints works as it is printed."""
+"""The model and the script that docs/models.md prints work as they are printed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,28 @@ with LLM("model", catalog=catalog, determinism="batch-invariant") as llm:
 """
 
 
+def _block(word: str) -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
+    return str(next(block for block in blocks if word in block))
+
+
+def test_the_script_that_writes_a_tiny_v41(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="DeepSeek-V4.1 hashes its tokenizer's tokens")
+    from headrace.llm import LLM
+
+    (tmp_path / "tests").symlink_to(DOCUMENT.parents[1] / "tests")
+    done = subprocess.run(
+        [sys.executable, "-c", _block("random_checkpoint")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with LLM(str(tmp_path / "tiny-v41"), backend={"use": "reference", "weights": "quantised", "draft": True}) as llm:
+        assert llm.logits([5, 6, 7]).shape == (3, 312)
+
+
 def test_the_smallest_model(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
-    (tmp_path / "headrace_bag.py").write_text(next(block for block in blocks if "headrace_api" in block))
+    (tmp_path / "headrace_bag.py").write_text(_block("headrace_api"))
     (tmp_path / "model").mkdir()
     config = {"architectures": ["BagForCausalLM"], "vocab_size": 50, "hidden_size": 32, "max_position_embeddings": 100}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
