@@ -52,9 +52,15 @@ class PagedSpace(KVSpace):
     then the row may be released and its ring in another's hands: that one's Begin comes later in the same list.
     """
 
-    def __init__(self, layout: KVLayout, max_sequences: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, layout: KVLayout, max_sequences: int, *, prefix_cache: bool = True, context_tokens: int | None = None
+    ) -> None:
+        """context_tokens: most tokens of one sequence; None: as many as the blocks hold."""
         self.block_tokens = layout.block_tokens
         self.n_blocks = layout.n_blocks
+        self._width = layout.n_blocks
+        if context_tokens is not None:
+            self._width = min(self._width, -(-context_tokens // layout.block_tokens))
         self.prefix_cache = prefix_cache
         self.max_sequences = max_sequences
         self.has_rings = layout.has_rings
@@ -78,7 +84,7 @@ class PagedSpace(KVSpace):
         self._chain: list[list[bytes]] = [[] for _ in range(self.max_sequences)]
         """Keys of the row's committed full blocks; entry 0 is the root key."""
         self._roots: list[Root] = [()] * self.max_sequences
-        self._table = np.full((self.max_sequences, max(1, n)), -1, np.int32)
+        self._table = np.full((self.max_sequences, max(1, self._width)), -1, np.int32)
         self._gains = 0
         """Blocks that were indexed, and idle ones that a hit took: each may bring a waiting sequence a block nearer."""
         self._snapshots = Snapshots(self.n_snapshots)
@@ -95,10 +101,10 @@ class PagedSpace(KVSpace):
     # --- admission -------------------------------------------------------------------------------------------------
 
     def capacity_tokens(self) -> int:
-        return self.n_blocks * self.block_tokens
+        return self._width * self.block_tokens
 
     def admit(self, seq: Sequence, ops: list[KVOp], use_prefix: bool = True) -> bool:
-        if not self._rows:
+        if not self._rows or len(seq.tokens) > self.capacity_tokens():
             return False
         n_held = self.max_sequences - len(self._rows)
         room = len(self._free) + len(self._cached) - n_held + self._gains
@@ -189,7 +195,7 @@ class PagedSpace(KVSpace):
         blocks = self._blocks[seq.slot]
         if upto > len(blocks) * self.block_tokens:
             need = -(-upto // self.block_tokens) - len(blocks)
-            if len(self._free) + len(self._cached) < need:
+            if len(self._free) + len(self._cached) < need or len(blocks) + need > self._width:
                 return False
             self._grow(seq.slot, need)
         if self.has_rings and upto > self._high[seq.slot]:

@@ -308,3 +308,20 @@ def test_a_failed_step_that_overran_the_ring(layout: dict[str, int], start: int)
     kv.check([seq])
     feed(kv, seq, 12)
     assert from_now(kv, seq) is None
+
+
+def test_the_table_is_as_wide_as_one_sequence_can_be() -> None:
+    """A row for each of 10,000 sequences with a column for each of 100,000 blocks would take 4 GB."""
+    kv = PagedSpace(KVLayout(fingerprint="", n_blocks=100_000, block_tokens=4), 10_000, context_tokens=10)
+    assert kv.capacity_tokens() == 12
+    seq = sequence(range(10))
+    assert kv.admit(seq, [])
+    assert kv.reserve(seq, 12, [])
+    assert not kv.reserve(seq, 13, [])
+    assert not kv.admit(sequence(range(13)), [])
+    table = kv.table(np.array([seq.slot]))
+    assert table is not None
+    assert table.shape == (1, 3)
+    kv.check([seq])
+    narrow = PagedSpace(KVLayout(fingerprint="", n_blocks=2, block_tokens=4), 4, context_tokens=100)
+    assert narrow.capacity_tokens() == 8
