@@ -57,6 +57,11 @@ class Dense(Model):
                 "HR-DENSE-02", f"draft = true, and a {name} has no drafter of its own",
                 "remove draft, or choose another drafter",
             )  # fmt: skip
+        if context.quantise_activations:
+            raise ModelError(
+                "HR-DENSE-02", f"quantise_activations = true, and a {name} has no packed matrices",
+                "set quantise_activations = false",
+            )  # fmt: skip
         if self.heads % self.kv_heads:
             raise _refused(
                 f"num_attention_heads = {self.heads}", f"it is no multiple of {self.kv_heads} key-value heads"

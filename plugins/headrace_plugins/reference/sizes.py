@@ -80,7 +80,8 @@ def resolve(
     facts: ModelFacts, model: Model, arrangement: Arrangement, block_tokens: int, options: ReferenceOptions,
     context: BuildContext,
 ) -> Sizes:  # fmt: skip
-    """Choose what is not set and refuse what can't be: ConfigError HR-REFERENCE-11, ModelError HR-MEMORY-01."""
+    """Choose what is not set and refuse what can't be: ConfigError HR-REFERENCE-11 and -14, ModelError HR-MEMORY-01."""
+    _check_hits(facts, arrangement, options, context)
     n_slots, available = context.engine.max_sequences, context.machine.available_memory_bytes
     weights = weight_bytes(model.tensors(), options)
     free = max(0, available - weights - n_slots * arrangement.ring_bytes)
@@ -96,6 +97,13 @@ def resolve(
                 f"which takes {block_bytes}",
                 f"set kv_memory to {block_bytes} or more, or fewer block_tokens",
             )
+        if options.kv_tokens is not None and n_blocks > most:
+            raise ConfigError(
+                "HR-REFERENCE-11",
+                f"backend.kv_tokens = {options.kv_tokens} takes {n_blocks * block_bytes} bytes, more than "
+                f"backend.kv_memory = {options.kv_memory}",
+                "leave one of them out, or set a smaller kv_tokens or a larger kv_memory",
+            )
         n_blocks = min(n_blocks, most)
     elif options.kv_tokens is None:
         n_blocks = min(n_blocks, max(1, int(free * KV_SHARE) // max(1, block_bytes)))
@@ -110,6 +118,23 @@ def resolve(
     if sizes.needed_bytes > available:
         raise _no_room(facts, model, sizes, options)
     return sizes
+
+
+def _check_hits(facts: ModelFacts, arrangement: Arrangement, options: ReferenceOptions, context: BuildContext) -> None:
+    """What is set for the sliding windows of prefix hits must have an effect."""
+    if options.prefix == "replay":
+        asked = "prefix = 'replay'"
+    elif options.snapshots:
+        asked = f"snapshots = {options.snapshots}"
+    else:
+        return
+    if not arrangement.ring_bytes:
+        why = f"a {facts.architecture} has no sliding windows"
+    elif not context.engine.prefix_cache:
+        why = "engine.prefix_cache = false allows no prefix hit"
+    else:
+        return
+    raise ConfigError("HR-REFERENCE-14", f"backend.{asked} has no effect: {why}", "leave it out")
 
 
 def _no_room(facts: ModelFacts, model: Model, sizes: Sizes, options: ReferenceOptions) -> ModelError:

@@ -112,10 +112,12 @@ def test_what_it_can_not_serve_exactly_is_refused_by_name(config: dict[str, Any]
     assert found.value.help
 
 
-def test_it_has_no_drafter_to_load() -> None:
+def test_it_has_no_drafter_to_load_and_nothing_packed() -> None:
     config = {"architectures": ["LlamaForCausalLM"], **SIZES}
     with pytest.raises(ModelError, match=r"^HR-DENSE-02: draft = true, and a LlamaForCausalLM"):
         Dense(config, Ops({}), ModelContext(block_tokens=16, slack_tokens=1, draft=True))
+    with pytest.raises(ModelError, match=r"^HR-DENSE-02: quantise_activations = true, and a LlamaForCausalLM"):
+        Dense(config, Ops({}), ModelContext(block_tokens=16, slack_tokens=1, quantise_activations=True))
 
 
 def test_a_window_that_is_switched_off_is_none() -> None:

@@ -218,6 +218,12 @@ def test_options_reach_the_layout(dense: Callable[..., str]) -> None:
     ("options", "words"),
     [
         ({"kv_memory": 10}, "kv_memory = 10 bytes"),
+        (
+            {"kv_memory": 100_000, "kv_tokens": 4000},
+            "kv_tokens = 4000 takes .* kv_memory = 100000",
+        ),
+        ({"prefix": "replay"}, "prefix = 'replay' has no effect: a Qwen3ForCausalLM has no sliding windows"),
+        ({"snapshots": 4}, "snapshots = 4 has no effect"),
         ({"replay": "compact"}, "replay = 'compact'"),
         ({"kernels": {"linear.dense": "mine"}}, "'mine'"),
     ],
@@ -395,6 +401,9 @@ def test_snapshots_are_as_many_as_asked_for() -> None:
     assert new_executor(path).layout.block_tokens == 128, "rings: few, large blocks"
     off = new_executor(path, engine=EngineOptions(prefix_cache=False)).layout
     assert (off.n_snapshots, off.has_rings) == (0, True)
+    with pytest.raises(ConfigError, match=r"snapshots = 3 has no effect: engine\.prefix_cache = false") as found:
+        new_executor(path, engine=EngineOptions(prefix_cache=False), snapshots=3)
+    assert found.value.code == "HR-REFERENCE-14"
 
 
 def test_few_kept_tokens_are_refused() -> None:
