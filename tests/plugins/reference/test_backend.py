@@ -220,7 +220,7 @@ def test_options_reach_the_layout(dense: Callable[..., str]) -> None:
         ({"kv_memory": 10}, "kv_memory = 10 bytes"),
         (
             {"kv_memory": 100_000, "kv_tokens": 4000},
-            "kv_tokens = 4000 takes .* kv_memory = 100000",
+            "kv_tokens = 4000 takes 1024000 bytes",
         ),
         ({"prefix": "replay"}, "prefix = 'replay' has no effect: a Qwen3ForCausalLM has no sliding windows"),
         ({"snapshots": 4}, "snapshots = 4 has no effect"),
