@@ -141,7 +141,8 @@ class Batch:
     block_tokens: int = 0
     """Tokens per block."""
     history: Tensor | None = None
-    """[T, h] int64 tokens at positions p - 1 .. p - h, -1 before the start; for models with `history_tokens` = h"""
+    """[T, h] int64 tokens at positions p - 1 .. p - h, -1 before the start and where the input was an embedding; for
+    models with `history_tokens` = h"""
     embeds: Tensor | None = None
     """[T, H] input embeddings; used where `image` is set"""
     image: Tensor | None = None

@@ -49,6 +49,13 @@ class Row:
     """[n] bool"""
     embeds: Tensor | None = None
     """[n, H]"""
+    placeholders: bool = False
+    """The tokens of images say what they are, and the history has them as they stand."""
+
+    def text(self, position: int) -> int:
+        """The token there; -1 before the start and where the input is an embedding."""
+        hidden = self.image is not None and not self.placeholders and bool(self.image[max(position, 0)])
+        return -1 if position < 0 or hidden else self.tokens[position]
 
 
 @dataclass
@@ -82,7 +89,7 @@ class Rig:
                 columns["row"].append(number)
                 columns["slot"].append(row.slot)
                 columns["first"].append(row.first)
-                columns["history"].append([row.tokens[p - r] if p >= r else -1 for r in range(1, reach + 1)])
+                columns["history"].append([row.text(p - r) for r in range(1, reach + 1)])
                 tails.append(row.tail or 0)
                 images.append(bool(row.image is not None and row.image[p]))
                 embeds.append(row.embeds[p] if row.embeds is not None else torch.zeros(self.model.config.hidden))

@@ -73,17 +73,20 @@ def test_engram_rows_and_gates(number: int) -> None:
             assert_rows(trace[f"engram_after.{layer}"], golden.expected[key])
 
 
+@pytest.mark.parametrize("placeholders", [False, True])
 @pytest.mark.parametrize("chunks", [[49], [14, 5, 1, 1, 9, 19]])
-def test_rows_of_images(chunks: list[int]) -> None:
-    """Embeddings as input, the other routing bias, no Engram, n-grams that end at an image. In the golden file, which
-    has no image ids, the mask alone says where images are; here ids say it, as in a prompt."""
+def test_rows_of_images(chunks: list[int], placeholders: bool) -> None:
+    """Embeddings as input, the other routing bias, no Engram, n-grams that end at an image. The mask says where images
+    are, as in the golden file, which has other ids there; in a prompt the ids say so too."""
     golden = model("f1")
     expected, mask = golden.expected, golden.expected["image.mask"]
-    ids = expected["image.input_ids"].masked_fill(mask, golden.config["image_token_id"]).tolist()
+    given = expected["image.input_ids"]
+    ids = (given.masked_fill(mask, golden.config["image_token_id"]) if placeholders else given).tolist()
     rig = make_rig(golden)
-    assert_rows(rig.logits(ids, chunks, image=mask, embeds=expected["image.embeds"]), expected["image.logits_fp32_qon"])
+    row = {"image": mask, "embeds": expected["image.embeds"], "placeholders": placeholders}
+    assert_rows(rig.logits(ids, chunks, **row), expected["image.logits_fp32_qon"])
     trace: dict[str, torch.Tensor] = {}
-    rig.step([(rig.row(ids, image=mask, embeds=expected["image.embeds"]), len(ids))], trace)
+    rig.step([(rig.row(ids, **row), len(ids))], trace)
     for layer in (1, 3):
         assert torch.equal(trace[f"engram_rows.{layer}"], expected[f"image.engram.layer{layer}.rows"])
 

@@ -123,7 +123,8 @@ class Grams:
         """An n-gram that meets a blocked token on its way back is padded from there on. -> [T, n] int64, newest
         first"""
         assert batch.history is not None
-        tokens = torch.cat((batch.tokens[:, None], batch.history[:, : self.n - 1]), 1)
+        newest = batch.tokens if batch.image is None else batch.tokens.masked_fill(batch.image, -1)
+        tokens = torch.cat((newest[:, None], batch.history[:, : self.n - 1]), 1)
         ids = self.table[tokens.clamp(-1, len(self.table) - 2) + 1]
         blocked = (ids < 0).cumsum(1) > 0
         return ids.masked_fill_(blocked, self.pad)
