@@ -11,6 +11,7 @@ from headrace.types import EngineOptions
 
 torch = pytest.importorskip("torch", reason="the reference backend needs PyTorch")
 
+from golden import model  # noqa: E402
 from reference_driver import Run, logits_of, opened, request, tokens_of  # noqa: E402
 from straight import straight_greedy, straight_logits  # noqa: E402
 
@@ -20,8 +21,9 @@ PROMPTS = [[7, 31, 250, 4, 9], [5, 8, 100, 101, 102, 103, 104, 105, 106, 107], [
 ENGINE = EngineOptions(max_sequences=4, block_tokens=4, prefill_chunk_tokens=6)
 
 
-def test_tokens_of_a_batch(dense: Callable[..., str]) -> None:
-    executor = opened(dense(), engine=ENGINE)
+@pytest.mark.parametrize("name", ["dense", "f1"])
+def test_tokens_of_a_batch(dense: Callable[..., str], name: str) -> None:
+    executor = opened(dense() if name == "dense" else str(model(name).folder), engine=ENGINE)
     want = straight_greedy(executor, PROMPTS, 20)
     done = Run(executor).add(*(request(str(i), p, max_tokens=20) for i, p in enumerate(PROMPTS))).finish()
     assert [tokens_of(done[str(i)]) for i in range(3)] == want
