@@ -65,3 +65,12 @@ def test_peak_growth(folders: dict[bool, Path], quantised: bool, weights: str, c
     assert measured["growth_bytes"] <= measured["touched_bytes"] <= 1.05 * measured["held_bytes"] + FIXED_BYTES
     if weights == "quantised":  # packed weights stay in the file until they are used
         assert measured["growth_bytes"] < 0.7 * measured["held_bytes"]
+
+
+@pytest.mark.slow
+def test_many_matrices_leave_no_holes(tmp_path: Path) -> None:
+    """Of a size that a heap takes from its arena, between scratch that it gives back: holes as large as the scratch."""
+    specs = [TensorSpec(name=f"{i}.weight", shape=(1024, 1024), packing="fp4_row") for i in range(64)]
+    random_checkpoint(tmp_path / "it", specs, {}, quantised=True)
+    measured = _measured(tmp_path / "it", "dequant", "float32")
+    assert measured["growth_bytes"] <= 1.05 * measured["held_bytes"] + FIXED_BYTES
