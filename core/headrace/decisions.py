@@ -48,6 +48,8 @@ def decisions(
     facts: dict[str, Any] = {"same request, same seed": promise}
     if caps.approximations:
         facts["but approximate"] = "; ".join(caps.approximations)
+    if caps.departures:
+        facts["but not the whole model"] = "; ".join(caps.departures)
     asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
     yield Decision(key="determinism", value=config.determinism, why=asked, facts=facts)
     for key, kind in (("drafter", DrafterSpec), ("constraints", ConstraintSpec), ("store", StoreSpec)):
@@ -87,7 +89,7 @@ def _backend_decision(config: Config, selected: Selected, executor: Executor) ->
     facts["capabilities"] = {
         key: value
         for key, value in asdict(executor.caps).items()
-        if key != "approximations" and value not in ((), {}, frozenset())
+        if key not in ("approximations", "departures") and value not in ((), {}, frozenset())
     }
     return Decision(key="backend", value=spec.name, plugin=label(chosen.entry), why=why, rejected=selected.rejected,
                     facts=facts)  # fmt: skip

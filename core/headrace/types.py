@@ -673,6 +673,8 @@ class Capabilities:
     approximations: tuple[str, ...] = ()
     """What makes the same request differ between runs: a sentence each, with the option behind it as the config writes
     it, 'a prefix hit rebuilds windows from the tokens before it (backend.prefix = "replay")'."""
+    departures: tuple[str, ...] = ()
+    """What makes logits differ from those of the whole model, though every run has the same bits: a sentence each."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """SamplingParams field -> why this executor can't honour it (then a request that sets it is refused)."""
 

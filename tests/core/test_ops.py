@@ -407,8 +407,9 @@ def test_approximations_are_no_batch_invariance(catalog: Catalog, parts: Parts) 
     assert refused.value.code == "HR-CONFIG-10"
     assert all(f"'{sentence}'" in refused.value.message for sentence in sentences)
     assert refused.value.help == "change backend.prefix, or set determinism = 'seeded'"
-    parts.caps["approximations"] = ()
-    assert explain(config, catalog)
+    parts.caps |= {"approximations": (), "departures": sentences}
+    told = {each.key: each for each in explain(config, catalog)}
+    assert told["determinism"].facts["but not the whole model"] == "; ".join(sentences)
 
 
 def test_a_kernel_of_no_op_breaks_its_plugin_only() -> None:

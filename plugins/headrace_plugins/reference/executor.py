@@ -151,7 +151,7 @@ class ReferenceExecutor(Executor):
                 f"a prefix hit rebuilds the sliding windows from the {model.replay_tokens} tokens before it "
                 '(backend.prefix = "replay")',
             )
-        cut = f"the second half of the model skips prompt tokens (backend.replay = '{options.replay}')"
+        cut = f"the second half of the model sees {self._keep} prompt tokens only (backend.replay = '{options.replay}')"
         return Capabilities(
             kv="paged",
             max_rows=engine.max_sequences,
@@ -166,6 +166,7 @@ class ReferenceExecutor(Executor):
             prompt_logits=not self._keep,
             history_tokens=self._history,
             approximations=approximations,
+            departures=(cut,) if self._keep else (),
             refuses={"prompt_logprobs": cut} if self._keep else {},
         )
 

@@ -203,6 +203,14 @@ def test_a_rebuilt_window_is_called_an_approximation() -> None:
     assert (rebuilt.layout.n_snapshots, rebuilt.layout.replay_tokens) == (0, 8)
 
 
+@pytest.mark.parametrize("replay", ["mask", "compact"])
+def test_a_model_that_is_cut_says_so_and_repeats(replay: str) -> None:
+    cut = new_executor(V41, engine=ENGINE, block_tokens=8, replay=replay, determinism="batch-invariant")
+    assert (cut.caps.row_invariant, cut.caps.approximations) == (True, ())
+    assert f"backend.replay = '{replay}'" in cut.caps.departures[0]
+    assert not new_executor(V41, engine=ENGINE, block_tokens=8).caps.departures
+
+
 def test_a_rebuilt_window_is_close_and_is_no_copy() -> None:
     """prefix = "replay" runs the tokens before a hit again: near the exact logits, not equal to them."""
     executor = opened(V41, engine=ENGINE, block_tokens=8, prefix="replay")
