@@ -45,11 +45,9 @@ def decisions(
         for each in executor.bound()
     )
     promise = "identical whatever shares its steps" if caps.row_invariant else NEAR_TIES
+    notes = {"but approximate": caps.approximations, "but not the whole model": caps.departures}
     facts: dict[str, Any] = {"same request, same seed": promise}
-    if caps.approximations:
-        facts["but approximate"] = "; ".join(caps.approximations)
-    if caps.departures:
-        facts["but not the whole model"] = "; ".join(caps.departures)
+    facts |= {title: "; ".join(sentences) for title, sentences in notes.items() if sentences}
     asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
     yield Decision(key="determinism", value=config.determinism, why=asked, facts=facts)
     for key, kind in (("drafter", DrafterSpec), ("constraints", ConstraintSpec), ("store", StoreSpec)):
