@@ -86,7 +86,3 @@ class ToyRings:
         kept = np.arange(max(start, end - self.size), end)
         self._cells[slot, kept % self.size] = cells[kept - start]
         self._end[slot] = max(end, self._end[slot])
-
-    def spoil(self, slot: int) -> None:
-        """Change what the slot's ring holds, but not where."""
-        self._cells[slot] ^= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pluggy
 import pytest
 
+from headrace.catalog import missing_packages
 from headrace.hooks import API, HOOKS, PROJECT, BackendSpec, CommandSpec, HookSpecs, KernelSpec, Spec
 from headrace.types import DeviceInfo, Fit, MachineInfo, ModelSource, Reject
 
@@ -85,7 +85,7 @@ class PluginConformance:
                 assert (record.op, record.name) not in seen, f"'{record.name}' twice for {record.op} on {device}"
                 seen.add((record.op, record.name))
                 context = KernelContext(device=device, exact=record.exact)
-                if device != "cpu" or missing(record) or (record.when and load(record.when)(context)):
+                if device != "cpu" or missing_packages(record) or (record.when and load(record.when)(context)):
                     continue
                 made = load(record.factory)(context)
                 assert callable(made), f"{record.factory} gave {made!r}"
@@ -157,13 +157,8 @@ def records_of(plugin: Any, devices: tuple[str, ...] = ("cpu",)) -> Iterator[tup
 def installed_only(records: list[tuple[str, Spec]]) -> Iterator[tuple[str, Spec]]:
     """Those whose required packages are here."""
     for hook, record in records:
-        if not missing(record):
+        if not missing_packages(record):
             yield hook, record
-
-
-def missing(record: Spec) -> list[str]:
-    """Packages that a record requires and that are not here."""
-    return [name for name in record.requires if importlib.util.find_spec(name) is None]
 
 
 def load(target: str) -> Any:
