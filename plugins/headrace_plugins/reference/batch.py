@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.modeling import Batch
-from headrace.types import WANT_PROMPT_LOGITS, WANT_PROMPT_LOGPROBS, StepPlan
+from headrace.types import WANT_ALL_POSITIONS, StepPlan
 
-WANT_ALL = WANT_PROMPT_LOGPROBS | WANT_PROMPT_LOGITS
 NO_BLOCK = np.full((1, 1), -1, np.int64)
 
 
@@ -30,7 +29,7 @@ class Wanted:
 def wanted_positions(plan: StepPlan) -> Wanted:
     """A row that samples wants its last 1 + n_draft positions, one that wants its prompt scored all of them."""
     ends = plan.offset[1:].astype(np.int64)
-    whole = (plan.wants & WANT_ALL) != 0
+    whole = (plan.wants & WANT_ALL_POSITIONS) != 0
     if not whole.any() and not plan.n_draft.any():
         return Wanted(ends[plan.sample] - 1, None)
     n_sampled = np.where(plan.sample, 1 + plan.n_draft, 0)
