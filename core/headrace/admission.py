@@ -125,7 +125,7 @@ def _check_support(request: Request, executor: Executor, constraints: Constraint
             what = f"logits of prompts can't be had here: {reason}"
             raise RequestError("HR-REQUEST-06", what, "change what stands in their way")
         what = "this backend returns no logits of prompts"
-        raise RequestError("HR-REQUEST-06", what, "the capability is caps.prompt_logits; the reference backend has it")
+        raise RequestError("HR-REQUEST-06", what, "`headrace config explain` shows what it can: prompt_logits")
     if request.adapter is not None and caps.adapters != "per_row":
         why = "loads no adapters" if caps.adapters == "none" else "takes one adapter per step, rows are not grouped yet"
         raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend {why}")

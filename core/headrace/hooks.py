@@ -65,7 +65,7 @@ class KernelSpec(Spec):
     op: str
     """Name in `headrace.ops.OPS`."""
     priority: int = 0
-    """The highest one that serves the context wins; ties by name. The reference kernels have 0."""
+    """The highest one that serves the context wins, ties by name; below 0: only where a config names it."""
     exact: bool = False
     """A row's bits don't depend on the rows beside it, nor on their number."""
     when: str | None = None

@@ -65,7 +65,7 @@ class CacheFormat:
     q8  e4m3 codes, groups of 32, ue8m0 scale: [codes | scales] per entry, width + width/32 bytes
     q4  e2m1 codes (low nibble = even index), groups of 16, e4m3 scale: [codes | scales] per entry, width/2 + width/16
     qm  e2m1 codes, groups of 32, ue8m0 scale: per grain, codes of all entries, then scales of all entries
-    float32, bfloat16, int64  plain
+    float32, bfloat16  plain
     Source: DeepInfer kv_cache layouts, as in its byte oracles.
     """
 
@@ -178,6 +178,7 @@ class ModelContext:
     draft: bool = False
     """Keep the drafter's caches and weights."""
     tokenizer: Tokenizer | None = None
+    """For models that derive tables from the texts of tokens; None: the checkpoint brings none."""
 
 
 class Model(Contract):

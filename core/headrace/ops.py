@@ -285,7 +285,7 @@ class KernelContext:
     exact: bool = False
     """Only exact kernels may be bound."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the backend knows of device and model: "arch", "head_dim", ..."""
+    """What the backend says of device and model; "arch" is the model's architecture. A fact may be missing."""
 
     def __str__(self) -> str:
         return f"{'exact ' if self.exact else ''}{self.compute} on '{self.device}'"

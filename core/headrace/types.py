@@ -703,9 +703,10 @@ class BuildContext:
     report: Callable[[str, float], None] = lambda phase, fraction: None
     """Progress of a load: phase name and 0..1."""
     kernels: Callable[[str], Seq[Candidate]] = lambda device: ()
-    """Every kernel that plugins offer for a device kind, for `headrace.ops.bind`."""
+    """Every kernel that plugins offer for a device kind, for `headrace.ops.bind`. Default: none."""
     architecture: Callable[[str], Any] | None = None
-    """The factory of a model architecture, by the name in config.json; ModelError for one that no plugin knows."""
+    """The factory of a model architecture, by the name in config.json; ModelError for one that no plugin knows.
+    None: this build knows no plugins."""
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
