@@ -89,7 +89,8 @@ class PagedSpace(KVSpace):
         """Blocks that were indexed, and idle ones that a hit took: each may bring a waiting sequence a block nearer."""
         self._snapshots = Snapshots(self.n_snapshots)
         self._high = [0] * self.max_sequences
-        """End of what was ever written to the row's rings: they hold the slack and a window before it."""
+        """End of what the row's last step wrote, rejected drafts included: its rings hold the slack and a window before
+        that. Earlier steps reached further only by less than the slack."""
         self._passed = [0] * self.max_sequences
         """Last end of a block that the row passed."""
         self._write_from: dict[int, int] = {}
@@ -198,7 +199,7 @@ class PagedSpace(KVSpace):
             if len(self._free) + len(self._cached) < need or len(blocks) + need > self._width:
                 return False
             self._grow(seq.slot, need)
-        if self.has_rings and upto > self._high[seq.slot]:
+        if self.has_rings:
             self._high[seq.slot] = upto
         return True
 

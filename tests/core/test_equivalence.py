@@ -436,11 +436,12 @@ def test_equal_block_after_another_prefix() -> None:
         assert output(run(engine, [req])[id]) == plain(req)
 
 
-def test_a_crafted_collision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rings", ["none", *RINGS])
+def test_a_crafted_collision_is_refused(monkeypatch: pytest.MonkeyPatch, rings: str) -> None:
     """With a hash that collides on everything, equality alone keeps prefixes apart."""
-    monkeypatch.setattr(kvspace, "_chained", lambda parent, tokens: bytes(32))
     requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
-    engine = Setup().engine()
+    monkeypatch.setattr(kvspace, "_chained", lambda parent, tokens: bytes(32))
+    engine = Setup(rings=RINGS.get(rings, {})).engine()
     for req in requests:
         assert output(run(engine, [req])[req.id]) == wanted[req.id]
 

@@ -207,6 +207,7 @@ def test_chunks_end_where_a_snapshot_can_be_taken() -> None:
     kv = space(n_snapshots=2, rerun_tokens=9)
     seq, _ = held(kv, range(30))
     assert kv.chunk_end(seq, 30) == 20, "the same prompt may start at 21 at the latest"
+    assert kv.chunk_end(seq, 11) == 8
     feed(kv, seq, 20)
     assert kv.chunk_end(seq, 31) == 28
 
