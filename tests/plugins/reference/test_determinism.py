@@ -175,6 +175,26 @@ def test_drafts_change_nothing(case: Case) -> None:
         assert done[str(i)].logprobs == plain[str(i)].logprobs
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["dense, float32", "deepseek_v41, float32"])
+def test_threads_share_the_work_by_no_rule_that_shows(dense: Callable[..., str], name: str) -> None:
+    path, options = CASES[name]
+    executor = opened(dense() if path == "dense" else path, engine=ENGINE, **options)
+    fresh = Case(path, options, executor)
+    done = fresh.run(range(8), replace(ENGINE, prefill_chunk_tokens=5))
+    for i in range(8):
+        fresh.check(i, done[str(i)])
+    executor.close()
+
+
 # --- what it is not --------------------------------------------------------------------------------------------------
 
 
