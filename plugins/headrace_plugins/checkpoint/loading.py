@@ -62,7 +62,7 @@ def load_weights(
         for entry in (found.weight, found.scale):
             if entry is not None and entry.path not in maps:
                 maps[entry.path] = _Map(entry.path)
-        dtype = compute if found.spec.dtype == "compute" else torch.float32
+        dtype = held_dtype(found.spec, compute)
         if found.scale is None:
             weights[found.spec.name] = _plain(found, maps, arena.take(found.weight.shape, dtype))
         elif keep == "quantised":
@@ -72,6 +72,11 @@ def load_weights(
         done += found.weight.n_bytes
         report(done / n_bytes if n_bytes else 1.0)
     return {found.spec.name: weights[found.spec.name] for found in matches}
+
+
+def held_dtype(spec: TensorSpec, compute: torch.dtype) -> torch.dtype:
+    """Type of a tensor that is held unpacked."""
+    return compute if spec.dtype == "compute" else torch.float32
 
 
 class _Arena:
@@ -84,9 +89,9 @@ class _Arena:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next tensor, not set, aligned as torch's own allocator does."""
-        start = self._used
-        self._used += _aligned(prod(shape) * dtype.itemsize)
-        return self._bytes[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start, n_bytes = self._used, prod(shape) * dtype.itemsize
+        self._used += _aligned(n_bytes)
+        return self._bytes[start : start + n_bytes].view(dtype).view(shape)
 
 
 def _aligned(n_bytes: int) -> int:
@@ -97,8 +102,7 @@ def _held_bytes(found: Match, compute: torch.dtype, keep: Literal["dequant", "qu
     """Arena of one tensor; those that stay packed stay in their file."""
     if found.scale is not None and keep == "quantised":
         return 0
-    dtype = compute if found.spec.dtype == "compute" else torch.float32
-    return _aligned(prod(found.spec.shape) * dtype.itemsize)
+    return _aligned(prod(found.spec.shape) * held_dtype(found.spec, compute).itemsize)
 
 
 class _Map:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.modeling import Quantised, TensorSpec
-from headrace_plugins.checkpoint.loading import CHUNK
+from headrace_plugins.checkpoint.loading import CHUNK, held_dtype
 from headrace_plugins.checkpoint.matching import BLOCK, codes_shape, scale_shape
 from headrace_plugins.checkpoint.writing import SHARD_BYTES, quantise, write_checkpoint
 from headrace_plugins.reference.kernels.formats import unpack
@@ -27,7 +27,7 @@ def dummy_weights(
     """What `load_weights` gives for a quantised `random_checkpoint` of this seed, without files."""
     weights: dict[str, Tensor | Quantised] = {}
     for spec in specs:
-        dtype = compute if spec.dtype == "compute" else torch.float32
+        dtype = held_dtype(spec, compute)
         if spec.packing == "none":
             weights[spec.name] = _plain(spec, seed).to(dtype)
         elif keep == "quantised":
