@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headrace.errors import did_you_mean
+from headrace.errors import HeadraceError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,8 +258,14 @@ class ConstraintEngine(Contract):
     """Compiles grammars. `compile` runs on a worker thread, several at once; it must not hold global locks for long."""
 
     @abstractmethod
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Raises HeadraceError for a grammar it can't enforce in full; never ignores a part of it."""
+    def compile(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Compiled:
+        """Raises HeadraceError for a grammar it can't enforce in full; never ignores a part of it.
+
+        Must end by itself in a bounded time. cancelled: nobody waits for the result any more; work that takes long asks
+        now and then, and raises RequestError HR-CONSTRAINT-06 to free the thread."""
+
+    def close(self) -> None:
+        """The engine stops: end child processes. Safe to call twice, from any thread."""
 
 
 class Compiled(Contract):
@@ -293,6 +299,17 @@ class Matcher(Contract):
     @abstractmethod
     def done(self) -> bool:
         """Nothing but the end can follow; the sequence finishes with "stop"."""
+
+    def forced(self) -> Seq[int]:
+        """Tokens that must come next, in order; empty where there is a choice, or at the end. They are appended without
+        a model step. `fill` at such a state allows the first of them alone, so output does not depend on whether it is
+        used. The state is as before when it returns."""
+        return ()
+
+    def verdict(self) -> HeadraceError | None:
+        """Called once when the sequence stops by itself: what is wrong with the finished text beyond what masks can
+        enforce, None = nothing. The request then ends with this error, and keeps its text."""
+        return None
 
     def fill_path(self, drafts: Seq[int], bits: NDArray[np.int32]) -> int:
         """Masks for verifying `drafts`: row j allows what may follow drafts[:j]. bits: [1 + len(drafts), W].

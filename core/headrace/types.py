@@ -101,11 +101,16 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the generated text. kind: json_schema, json_object, regex, ebnf, gbnf, lark, choice, ..."""
+    """A constraint on the generated text. kind: json_schema, json_object, regex, ebnf, gbnf, lark, choice, tagged, or
+    what else a plugin offers."""
 
     kind: str
     text: str
     trigger: str | None = None
+    """The grammar holds for what follows this text (a special token's name, or plain text); before it anything may be
+    said, but not the end. None: it holds from the first token on."""
+    trigger_budget: int | None = None
+    """Most tokens before the trigger: then it is forced. None: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +288,8 @@ class Request:
     """Most prompt tokens in one step; None: the engine's own."""
     want_logits: bool = False
     """Keep the logits of every prompt position (see `LLM.logits`)."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text though `skip_special_tokens` is on: the marks of a chat's dialect."""
 
 
 class Sequence:

@@ -423,8 +423,8 @@ class Constraint(ConstraintConformance):
                 return matcher_class(self)
 
         class Engine(ToyConstraint):
-            def compile(self, grammar: Grammar) -> Any:
-                right = super().compile(grammar)
+            def compile(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Any:
+                right = super().compile(grammar, cancelled)
                 assert isinstance(right, _ToyCompiled)
                 return Wrong(right.token_bytes, right.eos_ids, right.automaton)
 

@@ -75,7 +75,7 @@ class ToyConstraint(ConstraintEngine):
             b"" if tokenizer.is_special(token) else tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)
         ]
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Compiled:
         if grammar.kind == "choice":
             return _ToyCompiled(self._bytes, self._tokenizer.eos_ids, _choices(grammar.text))
         if grammar.kind == "charset":
