@@ -1,0 +1,77 @@
+"""What engines need of a tokenizer: the bytes of its tokens, and the tokens of bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from functools import cached_property
+
+from headrace.contracts import Tokenizer
+
+
+class Vocabulary:
+    """The tokens of one tokenizer. Read once, then constant; any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.n_tokens = tokenizer.n_vocab
+        self.n_words = -(-self.n_tokens // 32)
+        """int32 words of a mask."""
+        self.eos_ids = frozenset(tokenizer.eos_ids)
+        special = frozenset(filter(tokenizer.is_special, range(self.n_tokens))) | self.eos_ids
+        self.special_ids = special
+        """Tokens that no text stands for; EOS is one."""
+        self.text: Seq[bytes] = tuple(
+            b"" if token in special else tokenizer.token_bytes(token) for token in range(self.n_tokens)
+        )
+        """The bytes of each token; none of special ones."""
+
+    @cached_property
+    def special(self) -> Mapping[str, int]:
+        """Name -> id of special tokens; the lowest where two have one name."""
+        names: dict[str, int] = {}
+        for token in sorted(self.special_ids):
+            names.setdefault(self.tokenizer.token_bytes(token).decode("utf-8", "replace"), token)
+        return names
+
+    @cached_property
+    def byte_tokens(self) -> Seq[int | None]:
+        """[256] the token that stands for that one byte, if there is one."""
+        tokens: list[int | None] = [None] * 256
+        for token, data in enumerate(self.text):
+            if len(data) == 1 and tokens[data[0]] is None:
+                tokens[data[0]] = token
+        return tokens
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.text), default=0)
+
+    @cached_property
+    def _sorted(self) -> tuple[list[bytes], list[int]]:
+        order = sorted((token for token, data in enumerate(self.text) if data), key=self.text.__getitem__)
+        return [self.text[token] for token in order], order
+
+    def with_prefix(self, prefix: bytes) -> Seq[int]:
+        """Tokens whose bytes begin with `prefix`, sorted by bytes."""
+        data, order = self._sorted
+        return order[bisect_left(data, prefix) : _end(data, prefix)]
+
+    def longer_than(self, prefix: bytes) -> Seq[int]:
+        """Tokens whose bytes begin with `prefix` and go on."""
+        text = self.text
+        return [token for token in self.with_prefix(prefix) if len(text[token]) > len(prefix)]
+
+    def has_longer(self, prefix: bytes) -> bool:
+        """Is there a token whose bytes begin with `prefix` and go on?"""
+        data, _ = self._sorted
+        end = _end(data, prefix)
+        return end > 0 and len(data[end - 1]) > len(prefix) and data[end - 1].startswith(prefix)
+
+
+def _end(data: Seq[bytes], prefix: bytes) -> int:
+    """Where the entries that begin with `prefix` end."""
+    stem = prefix.rstrip(b"\xff")  # the next prefix of that length, in byte order
+    return bisect_left(data, stem[:-1] + bytes([stem[-1] + 1])) if stem else len(data)
