@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.regex import (
@@ -338,7 +339,8 @@ class _Terms:
                 rows.append(self.edges(number))
                 break
             first, rest = term[1], term[2]
-            assert isinstance(first, int) and isinstance(rest, int)
+            assert isinstance(first, int)
+            assert isinstance(rest, int)
             rows.append([(low, high, self.cat(target, rest)) for low, high, target in self.edges(first)])
             if not self.nullable[first]:
                 break
@@ -370,7 +372,7 @@ class _Terms:
         count = 0
         result: list[Edge] = []
         points = sorted(events)
-        for point, following in zip(points, points[1:], strict=False):
+        for point, following in pairwise(points):
             for enters, target in events[point]:
                 count += 1 if enters else -1
                 active[target] = active.get(target, 0) + (1 if enters else -1)

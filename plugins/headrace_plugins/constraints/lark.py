@@ -1,0 +1,173 @@
+"""Rules printed as a Lark grammar of llguidance 1.9.
+
+A terminal there is one lexeme: the longest match of all that are allowed is taken and never given back. So every text of
+a rule is its own lexeme, equal terminals are one, and a terminal never matches the empty text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from headrace_plugins.constraints.automata import literal_text, nullable
+from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
+from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
+from headrace_plugins.constraints.trimming import some, trimmed
+
+HEADER = "%llguidance {}"
+_VALID = "/(?s:.*)/"
+"""Every valid UTF-8 text: a complement alone would let other bytes through."""
+
+
+def print_lark(rules: Rules, special: Callable[[str], int | None]) -> str:
+    """The Lark text of a grammar.
+
+    special: name of a special token -> its id; None where the vocabulary has none.
+    Raises RequestError HR-CONSTRAINT-07 when no text matches.
+    """
+    rules = trimmed(rules)
+    printer = _Printer(rules, special)
+    lines = [f"{printer.names[name]}: {printer.rule(body)}" for name, body in rules.rules.items()]
+    terminals = [f"{name}: {definition}" for definition, name in printer.terminals.items()]
+    return "\n".join([HEADER, *lines, *terminals]) + "\n"
+
+
+class _Printer:
+    def __init__(self, rules: Rules, special: Callable[[str], int | None]) -> None:
+        self.special = special
+        self.terminals: dict[str, str] = {}
+        self.names = {rules.start: "start"}
+        for name in rules.rules:
+            self.names.setdefault(name, f"{name}_rule" if name == "start" else name)
+        while len(set(self.names.values())) < len(self.names):
+            self.names = {name: as_ if as_ == "start" else f"{as_}_" for name, as_ in self.names.items()}
+
+    def rule(self, body: Expr) -> str:
+        if isinstance(body, Alt):
+            texts = [self.expr(choice) for choice in body.choices]
+            if all(texts):
+                return "\n    | ".join(texts)
+        return self.expr(body) or '""'
+
+    def expr(self, body: Expr) -> str:
+        """As one operand or a series; "" for the empty text."""
+        match body:
+            case Lit(text):
+                return quoted(text) if text else ""
+            case Special(name):
+                number = self.special(name)
+                return f"<[{number}]>" if number is not None else quoted(name)
+            case Rx(regex):
+                return self._terminal(regex)
+            case Ref(name):
+                return self.names[name]
+            case Seq(parts):
+                return " ".join(filter(None, (self._operand(part) for part in parts)))
+            case Alt(choices):
+                texts = list(dict.fromkeys(self.expr(choice) for choice in choices))
+                kept = [text for text in texts if text]
+                if not kept:
+                    return ""
+                return f"({' | '.join(kept)})" + ("" if len(kept) == len(texts) else "?")
+            case Rep(inner, least, most):
+                text = self.expr(inner)
+                return f"({text}){counts(least, most)}" if text else ""
+
+    def _operand(self, body: Expr) -> str:
+        text = self.expr(body)
+        return f"({text})" if isinstance(body, Seq) and text else text
+
+    def _terminal(self, regex: Regex) -> str:
+        if regex == EMPTY:
+            return ""
+        text = literal_text(regex)
+        if text is not None:
+            return quoted(text)
+        if nullable(regex):
+            return f"({self._terminal(some(regex))})?"
+        definition = terminal(regex)
+        return self.terminals.setdefault(definition, f"T{len(self.terminals)}")
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def counts(least: int, most: int | None) -> str:
+    signs = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    if (least, most) in signs:
+        return signs[least, most]
+    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
+
+
+def terminal(regex: Regex) -> str:
+    """A regex as the definition of a terminal: `/.../` where it is plain, with Lark's operators around `&` and `~`."""
+    if _is_plain(regex):
+        return f"/{rust(regex)}/"
+    match regex:
+        case Cat(parts):
+            return " ".join(map(_grouped, _runs(parts)))
+        case Or(choices):
+            return " | ".join(terminal(choice) for choice in choices)
+        case Repeat(body, least, most):
+            return f"({terminal(body)}){counts(least, most)}"
+        case And(parts):
+            positive = [_grouped(part) for part in parts if not isinstance(part, Not)] or [_VALID]
+            negative = [f"~({terminal(part.body)})" for part in parts if isinstance(part, Not)]
+            return " & ".join(positive + negative)
+        case Not(body):
+            return f"{_VALID} & ~({terminal(body)})"
+        case _:
+            raise AssertionError(regex)
+
+
+def _grouped(regex: Regex) -> str:
+    return terminal(regex) if _is_plain(regex) else f"({terminal(regex)})"
+
+
+def _runs(parts: tuple[Regex, ...]) -> list[Regex]:
+    """With neighbours that are plain put together."""
+    runs: list[Regex] = []
+    for part in parts:
+        if runs and _is_plain(part) and _is_plain(runs[-1]):
+            before = runs[-1].parts if isinstance(runs[-1], Cat) else (runs[-1],)
+            runs[-1] = Cat((*before, part))
+        else:
+            runs.append(part)
+    return runs
+
+
+def _is_plain(regex: Regex) -> bool:
+    match regex:
+        case Chars():
+            return True
+        case And() | Not():
+            return False
+        case Cat(parts) | Or(parts):
+            return all(map(_is_plain, parts))
+        case Repeat(body):
+            return _is_plain(body)
+
+
+def rust(regex: Regex) -> str:
+    """A regex without And and Not in the syntax of Rust's regex crate, inside of slashes."""
+    match regex:
+        case Chars(ranges):
+            if regex == ANY_CHAR:
+                return "(?s:.)"
+            if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+                return _char(ranges[0][0])
+            return "[" + "".join(_char(a) if a == b else f"{_char(a)}-{_char(b)}" for a, b in ranges) + "]"
+        case Cat(parts):
+            return "".join(f"(?:{rust(part)})" if isinstance(part, Or) else rust(part) for part in parts) or "(?:)"
+        case Or(choices):
+            return "|".join(map(rust, choices))
+        case Repeat(body, least, most):
+            inner = rust(body)
+            return (inner if isinstance(body, Chars) else f"(?:{inner})") + counts(least, most)
+        case _:
+            raise AssertionError(regex)
+
+
+def _char(point: int) -> str:
+    return chr(point) if point < 128 and chr(point).isalnum() else f"\\x{{{point:x}}}"

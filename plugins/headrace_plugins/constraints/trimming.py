@@ -1,0 +1,185 @@
+"""Grammars without what can't match and can't be reached, and regexes without the empty text: what printers start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.errors import RequestError
+from headrace_plugins.constraints.automata import is_empty, nullable
+from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
+from headrace_plugins.constraints.regex import (
+    EMPTY,
+    NOTHING,
+    And,
+    Cat,
+    Chars,
+    Not,
+    Or,
+    Regex,
+    Repeat,
+    both,
+    cat,
+    complement,
+    either,
+    repeat,
+)
+
+NOTHING_EXPR = Alt(())
+EMPTY_EXPR = Seq(())
+EMPTINESS_STATES = 2_000
+"""Up to so many states of a regex with And or Not are looked at to find that it matches nothing."""
+
+
+def trimmed(rules: Rules) -> Rules:
+    """The same grammar without alternatives that match no text and rules that are not reached.
+
+    Raises RequestError HR-CONSTRAINT-07 when the whole grammar matches none.
+    """
+    bodies = {name: _simplified(body) for name, body in rules.rules.items()}
+    productive = _productive(bodies)
+    if rules.start not in productive:
+        raise RequestError(
+            "HR-CONSTRAINT-07",
+            f"no text matches the grammar: rule {rules.start!r} never ends",
+            "check its alternatives",
+        )
+    bodies = {name: _simplified(_without(body, productive)) for name, body in bodies.items() if name in productive}
+    reached, waiting = {rules.start: None}, [rules.start]
+    while waiting:
+        for name in references(bodies[waiting.pop()]):
+            if name not in reached:
+                reached[name] = None
+                waiting.append(name)
+    return Rules(rules.start, {name: bodies[name] for name in rules.rules if name in reached})
+
+
+def references(body: Expr) -> Iterable[str]:
+    """Names of the rules that an expression mentions, in order."""
+    waiting = [body]
+    while waiting:
+        each = waiting.pop()
+        match each:
+            case Ref(name):
+                yield name
+            case Seq(parts) | Alt(parts):
+                waiting.extend(reversed(parts))
+            case Rep(inner):
+                waiting.append(inner)
+
+
+def _productive(bodies: dict[str, Expr]) -> set[str]:
+    """Rules that some text matches."""
+    users: dict[str, list[str]] = {}
+    for name, body in bodies.items():
+        for used in set(references(body)):
+            users.setdefault(used, []).append(name)
+    found: set[str] = set()
+    waiting = list(reversed(bodies))
+    while waiting:
+        name = waiting.pop()
+        if name not in found and _ends(bodies[name], found):
+            found.add(name)
+            waiting += users.get(name, ())
+    return found
+
+
+def _ends(body: Expr, productive: set[str]) -> bool:
+    match body:
+        case Ref(name):
+            return name in productive
+        case Seq(parts):
+            return all(_ends(part, productive) for part in parts)
+        case Alt(choices):
+            return any(_ends(choice, productive) for choice in choices)
+        case Rep(inner, least, _):
+            return least == 0 or _ends(inner, productive)
+        case _:
+            return True
+
+
+def _without(body: Expr, productive: set[str]) -> Expr:
+    """With rules that are not productive put as what they are: nothing."""
+    match body:
+        case Ref(name):
+            return body if name in productive else NOTHING_EXPR
+        case Seq(parts):
+            return Seq(tuple(_without(part, productive) for part in parts))
+        case Alt(choices):
+            return Alt(tuple(_without(choice, productive) for choice in choices))
+        case Rep(inner, least, most):
+            return Rep(_without(inner, productive), least, most)
+        case _:
+            return body
+
+
+def _simplified(body: Expr) -> Expr:
+    """Flat, with `Alt(())` and `Seq(())` only where nothing else is said."""
+    match body:
+        case Lit(text):
+            return body if text else EMPTY_EXPR
+        case Rx(regex):
+            return _simplified_regex(regex)
+        case Seq(parts):
+            flat: list[Expr] = []
+            for part in map(_simplified, parts):
+                if part == NOTHING_EXPR:
+                    return NOTHING_EXPR
+                flat += part.parts if isinstance(part, Seq) else (part,)
+            return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+        case Alt(choices):
+            kept: dict[Expr, None] = {}
+            for choice in map(_simplified, choices):
+                kept |= dict.fromkeys(choice.choices if isinstance(choice, Alt) else (choice,))
+            return next(iter(kept)) if len(kept) == 1 else Alt(tuple(kept))
+        case Rep(inner, least, most):
+            inner = _simplified(inner)
+            if most == 0 or inner == EMPTY_EXPR or (inner == NOTHING_EXPR and least == 0):
+                return EMPTY_EXPR
+            return inner if inner == NOTHING_EXPR or least == most == 1 else Rep(inner, least, most)
+        case _:
+            return body
+
+
+def _simplified_regex(regex: Regex) -> Expr:
+    regex = simplified(regex)
+    if regex == EMPTY:
+        return EMPTY_EXPR
+    try:
+        return NOTHING_EXPR if is_empty(regex, EMPTINESS_STATES) else Rx(regex)
+    except RequestError:  # too big to tell: then the engine finds out, or nothing can follow
+        return Rx(regex)
+
+
+def simplified(regex: Regex) -> Regex:
+    """Rebuilt, so that `NOTHING` only stands where it is all there is."""
+    match regex:
+        case Chars():
+            return regex
+        case Cat(parts):
+            return cat(*map(simplified, parts))
+        case Or(choices):
+            return either(*map(simplified, choices))
+        case And(parts):
+            return both(*map(simplified, parts))
+        case Not(body):
+            return complement(simplified(body))
+        case Repeat(body, least, most):
+            return repeat(simplified(body), least, most)
+
+
+def some(regex: Regex) -> Regex:
+    """A regex without the empty text."""
+    if not nullable(regex):
+        return regex
+    match regex:
+        case Cat(parts):
+            if not parts:
+                return NOTHING
+            first, rest = parts[0], cat(*parts[1:])
+            return either(cat(some(first), rest), some(rest))
+        case Or(choices):
+            return either(*map(some, choices))
+        case Repeat(body, least, most):
+            return cat(some(body), repeat(body, max(least - 1, 0), None if most is None else most - 1))
+        case _:
+            return both(regex, complement(EMPTY))
