@@ -6,8 +6,13 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from headrace.contracts import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Vocabulary:
@@ -43,6 +48,15 @@ class Vocabulary:
             if len(data) == 1 and tokens[data[0]] is None:
                 tokens[data[0]] = token
         return tokens
+
+    @cached_property
+    def eos_words(self) -> NDArray[np.int32]:
+        """[n_words] the mask that allows the EOS tokens alone."""
+        import numpy as np
+
+        bits = np.zeros(32 * self.n_words, np.uint8)
+        bits[sorted(self.eos_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     @cached_property
     def longest(self) -> int:

@@ -30,9 +30,8 @@ class Walk(ABC):
     @abstractmethod
     def fill(self, bits: NDArray[np.int32]) -> None:
         """Write what may come next: [W] int32, bit 1 = allowed, W at least the vocabulary's words; what lies beyond the
-        vocabulary is 0. EOS is allowed iff `complete()`. Not called once done().
-
-        Raises RequestError HR-CONSTRAINT-07 where nothing may come, HR-CONSTRAINT-04 where the engine's limits end."""
+        vocabulary is 0. EOS is allowed iff `complete()`. Where no token of the vocabulary goes on, all of it is 0. Not
+        called once done(). Raises RequestError HR-CONSTRAINT-04 where a limit of the engine ends it."""
 
     @abstractmethod
     def accept(self, token: int) -> bool:

@@ -1,0 +1,181 @@
+"""Forced tokens: where a grammar leaves no choice, its text is tokenised once and appended without a model step.
+
+`Forcing` makes a contract of core of a program. The mask at a forced state allows the first forced token alone, so that
+the text is the same whether forced tokens are appended, drafted or sampled one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from headrace.contracts import Compiled, Matcher
+from headrace.errors import HeadraceError
+from headrace_plugins.constraints.vocabulary import Vocabulary
+from headrace_plugins.constraints.walks import Forced, Program, Walk
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MOST_BYTES = 4096
+"""Of text that is tokenised at once."""
+MOST_KEPT = 4096
+"""Texts whose tokens are kept."""
+
+Ids = tuple[int, ...]
+
+
+class Spelling:
+    """The tokens of forced text, kept by text; shared by the grammars of one vocabulary. Engine threads only."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._kept: dict[tuple[bytes, bool], Ids] = {}
+
+    def tokens(self, forced: Forced, ends: bool = False) -> Ids:
+        """The tokens that certainly come next, in order. They are what the model's own tokenizer makes of the text;
+        those at its end which what follows might still join to a longer token are left out. ends: nothing follows."""
+        ids: list[int] = []
+        for i, part in enumerate(forced):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            closed = ends or i + 1 < len(forced)
+            spelt, whole = self._spell(part, closed)
+            ids += spelt
+            if not whole:
+                break
+        return tuple(ids)
+
+    def _spell(self, text: bytes, closed: bool) -> tuple[Ids, bool]:
+        """(tokens, are they all of the text?). closed: a special token follows, so nothing can join its end."""
+        key = (text, closed)
+        ids = self._kept.get(key)
+        if ids is None:
+            ids = self._encode(text[:MOST_BYTES], closed and len(text) <= MOST_BYTES)
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = ids
+        pieces = self.vocabulary.text
+        return ids, closed and sum(len(pieces[token]) for token in ids) == len(text)
+
+    def _encode(self, data: bytes, closed: bool) -> Ids:
+        text = data.decode("utf-8", "ignore")  # a character whose end is not forced yet is left for later
+        if not data.startswith(text.encode()):  # begins within a character
+            return ()
+        ids = self.vocabulary.tokenizer.encode(text, add_bos=False)
+        pieces = self.vocabulary.text
+        if b"".join(pieces[token] for token in ids) != text.encode():
+            return ()  # the tokenizer changes text, or puts a blank in front: then nothing is forced
+        if closed and len(text.encode()) == len(data):
+            return tuple(ids)
+        # one token may take the place of several: look for the first of which a longer one could take the end
+        end, tail = len(ids), b""
+        for i in reversed(range(len(ids))):
+            tail = pieces[ids[i]] + tail
+            if len(tail) >= self.vocabulary.longest:
+                break
+            if self.vocabulary.has_longer(tail):
+                end = i
+        return tuple(ids[:end])
+
+
+class Forcing(Compiled):
+    """A program with forced tokens; spelling = None: without."""
+
+    def __init__(self, program: Program, spelling: Spelling | None) -> None:
+        self._program, self._spelling = program, spelling
+
+    def start(self) -> Matcher:
+        walk = self._program.start()
+        return _Plain(walk) if self._spelling is None else _Forced(walk, self._spelling)
+
+    def size_bytes(self) -> int:
+        return self._program.size_bytes()
+
+
+class _Plain(Matcher):
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def fill(self, bits: NDArray[np.int32]) -> None:
+        self._walk.fill(bits)
+
+    def accept(self, token: int) -> bool:
+        return not self._walk.done() and self._walk.accept(token)
+
+    def rollback(self, n: int) -> None:
+        self._walk.rollback(n)
+
+    def done(self) -> bool:
+        return self._walk.done()
+
+    def verdict(self) -> HeadraceError | None:
+        return self._walk.verdict()
+
+
+class _Forced(Matcher):
+    """Which tokens are forced is worked out once per state, before the state is left, and is part of the record that
+    `rollback` restores: it depends on what was accepted alone, not on which methods were called."""
+
+    def __init__(self, walk: Walk, spelling: Spelling) -> None:
+        self._walk, self._spelling = walk, spelling
+        self._record: list[Ids | None] = [None]
+        """The forced tokens of each state; None: not worked out yet."""
+
+    def fill(self, bits: NDArray[np.int32]) -> None:
+        ids = self._record[-1]
+        if ids is None:
+            ids = self._look()
+        if not ids:
+            self._walk.fill(bits)
+            return
+        token = ids[0]
+        bits.fill(0)
+        bits[token >> 5] = (1 << (token & 31)) - (1 << 32 if token & 31 == 31 else 0)
+
+    def accept(self, token: int) -> bool:
+        ids = self._record[-1]
+        if ids is None:
+            ids = self._look()
+        if ids and token != ids[0]:
+            return False
+        if self._walk.done() or not self._walk.accept(token):
+            return False
+        self._record.append(ids[1:] or None)
+        return True
+
+    def rollback(self, n: int) -> None:
+        if n:
+            self._walk.rollback(n)
+            del self._record[-n:]
+
+    def done(self) -> bool:
+        return self._walk.done()
+
+    def forced(self) -> Seq[int]:
+        ids = self._record[-1]
+        return self._look() if ids is None else ids
+
+    def verdict(self) -> HeadraceError | None:
+        return self._walk.verdict()
+
+    def _look(self) -> Ids:
+        forced = () if self._walk.done() else self._walk.forced()
+        ids = self._spelling.tokens(forced) if forced else ()
+        if forced:
+            whole = self._spelling.tokens(forced, ends=True)
+            if len(whole) > len(ids) and self._ends_with(whole):
+                ids = whole
+        self._record[-1] = ids
+        return ids
+
+    def _ends_with(self, ids: Ids) -> bool:
+        """Is the text over behind these tokens?"""
+        walk, n_accepted = self._walk, 0
+        while n_accepted < len(ids) and not walk.done() and walk.accept(ids[n_accepted]):
+            n_accepted += 1
+        ended = n_accepted == len(ids) and walk.done()
+        walk.rollback(n_accepted)
+        return ended

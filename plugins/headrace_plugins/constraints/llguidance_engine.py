@@ -1,0 +1,192 @@
+"""Grammars on llguidance: an Earley parser over a lexer of regular expressions, walked along the trie of all tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from ctypes import addressof, c_char
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import RequestError
+from headrace_plugins.constraints.grammar import Rules
+from headrace_plugins.constraints.vocabulary import Vocabulary
+from headrace_plugins.constraints.walks import Forced, Program, Walk
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLMatcher
+    from numpy.typing import NDArray
+
+INITIAL_FUEL = 20_000_000
+"""Lexer fuel of a compile, 20 times llguidance's default: it takes a second or so, and then ends in an error."""
+STEP_FUEL = 1_000_000
+STEP_ITEMS = 200_000
+"""Fuel and Earley items of one mask: about 70 ms at most."""
+LEXER_STATES = 50_000
+"""Of one grammar, at 1 to 2 kB each: 100 MB at most."""
+GRAMMAR_SIZE = 2_000_000
+
+_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
+"""How forced bytes name a special token."""
+_LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big)", re.IGNORECASE)
+_DEAD_ENDS = ("NoExtension", "NoExtensionBias")
+"""Reasons to stop where nothing can follow."""
+
+
+class LLGuidance:
+    """Compiles for one vocabulary. Any thread."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+
+        self.vocabulary = vocabulary
+        self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)), eos_token=sorted(vocabulary.eos_ids))
+        self.limits = LLParserLimits(
+            initial_lexer_fuel=INITIAL_FUEL,
+            step_lexer_fuel=STEP_FUEL,
+            step_max_items=STEP_ITEMS,
+            max_lexer_states=LEXER_STATES,
+            max_grammar_size=GRAMMAR_SIZE,
+            verbose_errors=False,
+        )
+
+    def compile(self, rules: Rules) -> Program:
+        """Raises RequestError HR-CONSTRAINT-04 for a grammar beyond llguidance's limits, -07 where nothing matches."""
+        from headrace_plugins.constraints.lark import print_lark
+
+        return self.compile_lark(print_lark(rules, self.vocabulary.special))
+
+    def compile_lark(self, text: str) -> Program:
+        """The same of a Lark grammar as llguidance reads it; HR-CONSTRAINT-02 for one that it can't read."""
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_lark(text)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        # works out the first mask, so that every copy begins with its lexer states
+        allowed = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error() and matcher.stop_reason() not in _DEAD_ENDS:
+            raise _refused(matcher)
+        if not any(allowed):
+            raise RequestError(
+                "HR-CONSTRAINT-07", "no text matches the grammar, or the vocabulary can't spell its beginning",
+                "look for rules without an end, and for character sets that exclude each other",
+            )  # fmt: skip
+        return LLProgram(matcher, self.vocabulary, len(text))
+
+
+class _Tokens:
+    """The vocabulary as llguidance's TokenizerWrapper takes it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokenizer = vocabulary.tokenizer
+        self.eos_token_id = min(vocabulary.eos_ids, default=0)
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(vocabulary.special_ids)
+        self.tokens = list(vocabulary.text)
+        for token in self.special_token_ids:
+            self.tokens[token] = tokenizer.token_bytes(token)
+        self._encode: Callable[..., list[int]] = tokenizer.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._encode(text, add_bos=False)
+
+
+class LLProgram(Program):
+    """A matcher at the start, to be copied."""
+
+    __slots__ = ("_matcher", "_size", "_vocabulary")
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, n_text: int) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._size = FIXED_BYTES + BYTES_PER_CHARACTER * n_text
+
+    def start(self) -> Walk:
+        return LLWalk(self._matcher, self._vocabulary)
+
+    def size_bytes(self) -> int:
+        return self._size
+
+
+FIXED_BYTES = 40_000
+BYTES_PER_CHARACTER = 100
+"""Memory of a compiled grammar by the length of its Lark text; see the measurement in docs/constraints.md."""
+
+
+class LLWalk(Walk):
+    """llguidance's matcher never leaves an error; then the walk goes on with a new one, from its own record."""
+
+    __slots__ = ("_bytes", "_failed", "_matcher", "_start", "_tokens", "_words")
+
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._tokens: list[int] = []
+        self._failed = False
+        self._words = vocabulary.n_words
+        self._bytes = 4 * vocabulary.n_words
+
+    def fill(self, bits: NDArray[np.int32]) -> None:
+        matcher = self._matcher
+        # bits.ctypes.data says the same at four times the cost
+        matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(bits)), self._bytes)
+        if len(bits) > self._words:
+            bits[self._words :] = 0
+        if matcher.is_error():
+            self._fail()
+            bits[:] = 0
+
+    def accept(self, token: int) -> bool:
+        if self._matcher.try_consume_tokens([token]) == 1:
+            self._tokens.append(token)
+            return True
+        if self._matcher.is_error():
+            self._fail()
+        return False
+
+    def rollback(self, n: int) -> None:
+        assert 0 <= n <= len(self._tokens), f"rollback of {n} tokens, {len(self._tokens)} were accepted"
+        if not n:
+            return
+        del self._tokens[-n:]
+        if self._failed:
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._tokens)
+            self._failed = False
+        else:
+            self._matcher.rollback(n)
+
+    def done(self) -> bool:
+        return not self._failed and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def complete(self) -> bool:
+        return not self._failed and self._matcher.is_accepting()
+
+    def forced(self) -> Forced:
+        data = self._matcher.compute_ff_bytes()
+        if not data:
+            return ()
+        if b"\xff" not in data:
+            return (data,)
+        parts: list[Any] = _SPECIAL.split(data)  # bytes and ids in turn
+        parts[1::2] = [int(token) for token in parts[1::2]]
+        return [part for part in parts if part != b""]
+
+    def _fail(self) -> None:
+        """The matcher is in an error: nothing to go on with (then the mask is empty), or a limit."""
+        self._failed = True
+        if self._matcher.stop_reason() not in _DEAD_ENDS:
+            raise _refused(self._matcher)
+
+
+def _refused(matcher: LLMatcher) -> RequestError:
+    text = matcher.get_error().split("\n<state>")[0].strip()
+    first, _, rest = text.partition("\n")
+    if matcher.stop_reason().endswith("TooComplex") or (_LIMITS.search(first) and not first.startswith("at ")):
+        return RequestError(
+            "HR-CONSTRAINT-04", f"the grammar is beyond a limit of llguidance: {first}",
+            "make it smaller: shorter patterns, lower bounds of repetitions, fewer alternatives",
+        )  # fmt: skip
+    return RequestError("HR-CONSTRAINT-02", f"the grammar can't be read: {first}", rest.rstrip())
