@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 EXIT_OK = 0
 EXIT_INTERNAL = 1
@@ -75,6 +76,18 @@ class RequestError(HeadraceError):
     """One request was refused or failed. The engine and every other request go on."""
 
     exit_code = EXIT_REQUEST
+
+
+class AnswerError(RequestError):
+    """An answer came, but it is not what was asked for. `output`: what came; `outputs`: those of every prompt, for a
+    list."""
+
+    def __init__(
+        self, code: str, message: str, help: str = "", *, output: Any = None, outputs: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(code, message, help)
+        self.output = output
+        self.outputs = tuple(outputs)
 
 
 class Busy(RequestError):

@@ -31,7 +31,7 @@ CORE_GROUPS = {
         "decisions", "machine", "home", "textfile", "cli",
     },
     "models": {"ops", "modeling"},
-    "front doors": {"runner", "llm", "chat", "dialogue", "tools"},
+    "front doors": {"runner", "llm", "chat", "dialogue", "tools", "calls", "schemas"},
 }  # fmt: skip
 MODULE_CODE_LINES = 550
 
@@ -64,7 +64,7 @@ LADDER = (
     {"(mechanics)"},
     {"config"},
     {"pipeline", "selection", "decisions"},
-    {"dialogue", "tools", "runner", "llm", "chat"},
+    {"dialogue", "schemas", "tools", "calls", "runner", "llm", "chat"},
     {"cli"},
     {"__main__"},
 )
