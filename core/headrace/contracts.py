@@ -265,7 +265,7 @@ class ConstraintEngine(Contract):
         now and then, and raises RequestError HR-CONSTRAINT-06 to free the thread."""
 
     def close(self) -> None:
-        """The engine stops: end child processes. Safe to call twice, from any thread."""
+        """The engine stops: end child processes. Safe to call twice, from any thread. A later `compile` works."""
 
 
 class Compiled(Contract):

@@ -15,18 +15,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
-from functools import partial
 from itertools import count
-
-import numpy as np
 
 from headrace.admission import Extras, admit_request, extras_of
 from headrace.contracts import ConstraintEngine, Drafter, Executor, KVSpace, Observer
 from headrace.errors import FAULTS, Busy, DeviceError, Fatal, HeadraceError, RequestError, StepFailed
+from headrace.grammars import Grammars, forced, nothing_allowed, plugin_failure, verdict
 from headrace.outputs import TextStream
 from headrace.planning import build_plan, next_targets, sparse_columns
-from headrace.reports import PromptLogits, take_logprobs, take_prompt_logits, take_prompt_logprobs
-from headrace.sampling import new_table, resolve_seed, set_row
+from headrace.reports import (
+    PromptLogits,
+    take_logprobs,
+    take_prompt_logits,
+    take_prompt_logprobs,
+    timings_of,
+    usage_of,
+)
+from headrace.sampling import NOTHING, new_table, resolve_seed, set_row
 from headrace.scheduler import Rows, Scheduler
 from headrace.types import (
     WANT_ALL_POSITIONS,
@@ -38,7 +43,6 @@ from headrace.types import (
     EngineOptions,
     FinishReason,
     KVOp,
-    MaskBatch,
     Proposal,
     Request,
     RequestStats,
@@ -46,10 +50,7 @@ from headrace.types import (
     StepPlan,
     StepResult,
     StepStats,
-    Timings,
-    Usage,
 )
-from headrace.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class Engine:
         kv.reset(self._ops)  # an earlier engine may have used this executor
         self._by_id: dict[str, list[Sequence]] = {}
         self._numbers = count()
-        self._ending: dict[str, FinishReason] = {}
-        """Requests that end at the start of the next step, when nobody iterates over their sequences, and why."""
+        self._ending: dict[Sequence, FinishReason] = {}
+        """Sequences that end at the start of the next step, when nobody iterates over them, and why."""
         self._timed: set[Sequence] = set()
         """Unfinished sequences with a deadline."""
         self._touched: list[Sequence] = []
@@ -107,9 +108,9 @@ class Engine:
         """Groups of rows of a failed step, searched for the culprit by halves; last one first."""
         self._interrupted = False
         self._dead: HeadraceError | None = None
-        self._compilers = Workers(2, "headrace-compile")
-        self._masker = Workers(1, "headrace-mask")
-        self._mask_bits = np.zeros((0, -(-executor.model.vocab_size // 32)), np.int32)
+        self.jumps = True
+        """Append what a grammar forces without a model step. Output is the same without."""
+        self._grammars = Grammars(constraints, executor.model.vocab_size) if constraints is not None else None
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -139,10 +140,8 @@ class Engine:
             if i:
                 seq.leader = seqs[0]
             seqs.append(seq)
-        if self.constraints is not None and params.constraint is not None:
-            future = self._compilers.submit(partial(self.constraints.compile, params.constraint))
-            for seq in seqs:
-                seq.compiled, seq.status = future, "compiling"
+        if self._grammars is not None and params.constraint is not None:
+            self._grammars.compile(params.constraint, seqs)
         # from here on nothing fails: an id or a deadline whose sequence is nowhere in line would be found later
         self._by_id[request.id] = seqs
         if params.deadline_s is not None:
@@ -171,7 +170,9 @@ class Engine:
             seq.wants |= WANT_PROMPT_LOGITS
             seq.prompt_logits = PromptLogits(seq.n_prompt, model.vocab_size)
         if seq.request.want_text or params.stop:
-            seq.stream = TextStream(self.executor.tokenizer, params.stop, skip_special=params.skip_special_tokens)
+            seq.stream = TextStream(
+                self.executor.tokenizer, params.stop, params.skip_special_tokens, seq.request.shown_ids
+            )
         if params.deadline_s is not None:
             seq.deadline = seq.request.arrival_s + params.deadline_s
 
@@ -179,8 +180,12 @@ class Engine:
         """End a request with "abort" at the next step. False if it is unknown or has ended."""
         if request_id not in self._by_id:
             return False
-        self._ending.setdefault(request_id, "abort")
+        self._end(request_id, "abort")
         return True
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        for seq in self._by_id[request_id]:
+            self._ending.setdefault(seq, reason)
 
     def interrupt(self) -> None:
         """From any thread: end a running forward soon. The step's rows are computed again, minus those cancelled."""
@@ -192,11 +197,11 @@ class Engine:
 
     def close(self) -> None:
         """End everything with "abort" and stop helper threads. The executor stays open: its owner closes it."""
-        for request_id in list(self._by_id):
-            self._ending.setdefault(request_id, "abort")
+        for request_id in self._by_id:
+            self._end(request_id, "abort")
         self._end_some()
-        self._compilers.close()
-        self._masker.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._tell(lambda observer: observer.close())
         self.observers = []
 
@@ -231,17 +236,17 @@ class Engine:
         )
         self._add_rare_columns(plan, rows)
         self.n_steps += 1
-        executor, clock = self.executor, self.clock
+        executor, grammars, clock = self.executor, self._grammars, self.clock
         scheduled = clock()
         constrained = [r for r, seq in enumerate(rows.seqs) if seq.matcher is not None and plan.sample[r]]
         masks, early = None, None
         try:
-            if constrained and executor.caps.blocking_forward:
-                early = self._masker.submit(partial(self._fill_masks, constrained, rows))
+            if grammars is not None and constrained and executor.caps.blocking_forward:
+                early = grammars.fill_aside(constrained, rows)
             step = executor.forward(plan)
             forwarded = clock()
-            if constrained:
-                masks = early.result() if early is not None else self._fill_masks(constrained, rows)
+            if grammars is not None and constrained:
+                masks = early.result() if early is not None else grammars.fill(constrained, rows)
             masked = clock()
             executor.sample(step, masks)
             result = executor.collect(step)
@@ -256,7 +261,7 @@ class Engine:
         if self._suspects:
             self._suspects.pop()
         if self.drafter is not None:
-            self._tell_drafter(lambda drafter: self._draft(drafter, rows))
+            self._tell_drafter(lambda drafter: self._draft(drafter, rows, plan.sample.tolist()))
         if result.proposals:
             self._take_proposals(result.proposals, rows)
         if self.observers:
@@ -275,34 +280,32 @@ class Engine:
         if seq.status == "compiling":
             if not seq.compiled.done():
                 return False
-            error = seq.compiled.exception()
-            if error is not None:
-                if not isinstance(error, HeadraceError):
-                    error = RequestError("HR-CONSTRAINT-02", f"the constraint engine failed: {error!r}")
-                self._fail_request(seq, error)
-                return False
-            try:
-                seq.matcher = seq.compiled.result().start()
-                if seq.matcher.done():  # the grammar allows nothing but the empty text
-                    self._ending.setdefault(seq.request.id, "stop")
-                    return False
-            except FAULTS as failure:
-                self._fail_request(seq, _plugin_failure("constraint engine", failure))
-                return False
-            seq.status = "waiting"
+            self._start(seq)
+        if self._ending and seq in self._ending:
+            return False
         leader = seq.leader
-        return leader is None or leader.finish_reason is not None or len(leader.tokens) > leader.n_prompt
+        return leader is None or leader.finish_reason is not None or leader.n_generated > leader.n_start
 
-    def _fail_request(self, seq: Sequence, error: Exception) -> None:
-        for sample in self._by_id[seq.request.id]:
-            sample.error = error
-        self._ending[seq.request.id] = "error"
+    def _start(self, seq: Sequence) -> None:
+        """Its grammar is compiled, or refused. What the grammar forces at once comes before the first step."""
+        seq.status = "waiting"
+        assert self._grammars is not None
+        try:
+            reason = "stop" if self._grammars.start(seq) else self._jump(seq)
+        except HeadraceError as error:
+            for sample in self._by_id[seq.request.id]:
+                sample.error = error
+            self._end(seq.request.id, "error")
+            return
+        seq.n_start = seq.n_generated
+        if reason is not None:
+            self._ending[seq] = reason
 
     def _admitted(self, seq: Sequence) -> None:
         set_row(self.table, seq.index, seq.params, seq.sample_index)
         if seq.times[1] == 0.0:
             seq.times[1] = self.clock()
-            seq.cached = seq.computed
+            seq.cached = min(seq.computed, seq.n_prompt)
 
     def _add_rare_columns(self, plan: StepPlan, rows: Rows) -> None:
         """Columns that most steps don't have: sparse sampling rows, and the targets of rows that want all positions."""
@@ -313,30 +316,6 @@ class Engine:
             plan.adapters = tuple(seq.request.adapter for seq in rows.seqs)
         if any(seq.wants & WANT_ALL_POSITIONS for seq in rows.seqs):
             plan.targets = next_targets(plan, rows.seqs)
-
-    def _fill_masks(self, constrained: list[int], rows: Rows) -> MaskBatch:
-        """Mask rows for every sampled position of constrained rows. A matcher that raises ends its own request."""
-        need = sum(rows.drafts[r] + 1 for r in constrained)
-        if len(self._mask_bits) < need:
-            self._mask_bits = np.zeros((2 * need, self._mask_bits.shape[1]), np.int32)
-        bits = self._mask_bits
-        starts = np.zeros(len(rows.seqs) + 1, np.int32)
-        used = 0
-        for r in constrained:
-            seq = rows.seqs[r]
-            assert seq.matcher is not None
-            try:
-                n = seq.matcher.fill_path(seq.draft[: rows.drafts[r]], bits[used:])
-                if n not in range(1, rows.drafts[r] + 2):
-                    raise ValueError(f"fill_path wrote {n} masks for {rows.drafts[r]} drafts")
-            except FAULTS as error:
-                # the row is sampled without a mask and thrown away: _commit ends the request first
-                seq.error = _plugin_failure("constraint engine", error)
-                bits[used] = -1
-                n = 1
-            starts[r + 1] = n
-            used += n
-        return MaskBatch(starts=np.cumsum(starts, dtype=np.int32), bits=bits[:used])
 
     # --- commit ----------------------------------------------------------------------------------------------------
 
@@ -371,12 +350,15 @@ class Engine:
                 drafted += drafts[r]
                 accepted += b - a - 1
                 self._observe_draft(seq, drafts[r], b - a - 1)
-            if base < seq.n_prompt and seq.times[2] == 0.0:
-                seq.times[2] = self.clock()
+            if seq.times[4] == 0.0:
+                seq.times[4] = self.clock()
+                seq.times[2] = seq.times[2] or seq.times[4]
             touched.append(seq)
             reason = self._append(seq, tokens[a:b]) if b - a > 1 else self._append_one(seq, tokens[a])
             seq.computed = keep = min(base + lengths[r] - drafts[r] + (b - a - 1), len(seq.tokens))
             commit(seq, keep, ops)
+            if seq.matcher is not None and reason is None:
+                reason = self._jump(seq)
             if reason is not None:
                 self._finish(seq, reason)
         self.n_drafted += drafted
@@ -387,14 +369,17 @@ class Engine:
         """Rows that end with an error: what the executor reports of them, or their matcher's exception."""
         failures: dict[int, Exception] = {}
         for r, why in status.items():
-            text = f"request {rows.seqs[r].request.id!r} failed: {why}"
-            failures[r] = RequestError("HR-STEP-02", text, _STATUS_HELP)
+            seq = rows.seqs[r]
+            if why == NOTHING and seq.matcher is not None:
+                failures[r] = nothing_allowed(seq)
+            else:
+                failures[r] = RequestError("HR-STEP-02", f"request {seq.request.id!r} failed: {why}", _STATUS_HELP)
         for r, seq in enumerate(rows.seqs) if self.constraints is not None else ():
             if seq.error is not None:
                 failures[r] = seq.error
         return failures
 
-    def _append(self, seq: Sequence, tokens: list[int]) -> FinishReason | None:
+    def _append(self, seq: Sequence, tokens: Iterable[int]) -> FinishReason | None:
         for token in tokens:
             reason = self._append_one(seq, token)
             if reason is not None:
@@ -415,7 +400,7 @@ class Engine:
                     seq.stop_reason = seq.stream.stopped
                     return "stop"
             except FAULTS as error:
-                seq.error = _plugin_failure("tokenizer", error)
+                seq.error = plugin_failure("tokenizer", error)
                 return "error"
         if seq.matcher is not None:
             try:
@@ -424,9 +409,20 @@ class Engine:
                 if seq.matcher.done():
                     return "stop"
             except FAULTS as error:
-                seq.error = _plugin_failure("constraint engine", error)
+                seq.error = plugin_failure("constraint engine", error)
                 return "error"
         return "length" if len(seq.tokens) >= seq.limit else None
+
+    def _jump(self, seq: Sequence) -> FinishReason | None:
+        """Append what the grammar forces after seq's tokens: the next step computes it, and samples after it."""
+        while self.jumps and (tokens := forced(seq)):
+            seq.times[2] = seq.times[2] or self.clock()
+            n_before = len(seq.tokens)
+            reason = self._append(seq, tokens)
+            seq.n_forced += len(seq.tokens) - n_before
+            if reason is not None:
+                return reason
+        return None if seq.error is None else "error"
 
     def _finish(
         self, seq: Sequence, reason: FinishReason, *, error: Exception | None = None, reuse: bool = True
@@ -434,6 +430,9 @@ class Engine:
         """End a sequence: give everything back and tell whoever waits for it."""
         self.scheduler.finish(seq, self._ops, reuse)
         seq.error = error or seq.error
+        if seq.matcher is not None and reason == "stop":
+            seq.error = verdict(seq, self.executor.model.eos_ids)
+            reason = "stop" if seq.error is None else "error"
         seq.matcher = None
         seq.times[3] = self.clock()
         if seq.stream is not None:
@@ -447,7 +446,8 @@ class Engine:
         seqs = self._by_id[seq.request.id]
         if all(other.finish_reason is not None for other in seqs):
             del self._by_id[seq.request.id]
-            self._ending.pop(seq.request.id, None)
+            if seq.compiled is not None:
+                seq.compiled.cancel()  # if it did not start, it need not
         if self.observers:
             stats = RequestStats(
                 request_id=seq.request.id, finish_reason=reason, usage=usage_of([seq]), timings=timings_of([seq])
@@ -456,11 +456,10 @@ class Engine:
 
     def _end_some(self) -> None:
         """End what was cancelled, could not start or is past its deadline."""
-        for request_id, reason in list(self._ending.items()):
-            for seq in self._by_id.get(request_id, ()):
-                if seq.finish_reason is None:
-                    self._finish(seq, reason)
-        self._ending.clear()
+        ending, self._ending = self._ending, {}
+        for seq, reason in ending.items():
+            if seq.finish_reason is None:
+                self._finish(seq, reason)
         if self._timed:
             now = self.clock()
             for seq in [seq for seq in self._timed if now >= seq.deadline]:
@@ -478,13 +477,13 @@ class Engine:
 
     # --- drafts ----------------------------------------------------------------------------------------------------
 
-    def _draft(self, drafter: Drafter, rows: Rows) -> None:
-        """Ask the host drafter for every row that is at its end."""
+    def _draft(self, drafter: Drafter, rows: Rows, sampled: list[bool]) -> None:
+        """Ask the host drafter for every row that is at its end, and what was forced after it."""
         most = min(drafter.max_draft, self._most_drafts)
         seqs: list[Sequence] = []
         views: list[DraftView] = []
-        for seq in rows.seqs:
-            room = min(most, _draft_room(seq))
+        for seq, at_end in zip(rows.seqs, sampled, strict=True):
+            room = min(most, _draft_room(seq)) if at_end else 0
             if room > 0:
                 seqs.append(seq)
                 views.append(DraftView(seq.index, seq.tokens, room))
@@ -496,6 +495,8 @@ class Engine:
         """Drafts that a fused drafter made on the device, by row."""
         for r, proposal in proposals.items():
             seq = rows.seqs[r]
+            if len(seq.tokens) - seq.computed != 1:
+                continue  # it goes on from the sampled token, after which others were forced
             seq.draft = self._valid(proposal.tokens[: max(0, min(self._most_drafts, _draft_room(seq)))])
 
     def _valid(self, tokens: Iterable[int]) -> list[int]:
@@ -610,27 +611,6 @@ _STATUS_HELP = "the other requests are not affected; a NaN means damaged weights
 _STEP_HELP = "the other requests are not affected; see the log for the executor's own message"
 
 
-def usage_of(seqs: list[Sequence]) -> Usage:
-    """Tokens of the n samples of one request."""
-    first = seqs[0]
-    return Usage(first.n_prompt, sum(seq.n_generated for seq in seqs), first.cached)
-
-
-def timings_of(seqs: list[Sequence]) -> Timings:
-    """From the engine clock; rates are 0 where nothing was measured."""
-    submitted, scheduled, first, _ = seqs[0].times
-    ended = max(seq.times[3] for seq in seqs)
-    n_computed = seqs[0].n_prompt - seqs[0].cached
-    n_decoded = sum(max(0, seq.n_generated - 1) for seq in seqs)
-    return Timings(
-        queue_s=max(0.0, scheduled - submitted) if scheduled else 0.0,
-        first_token_s=first - submitted if first else 0.0,
-        total_s=ended - submitted,
-        prefill_tokens_per_s=n_computed / (first - scheduled) if first > scheduled else 0.0,
-        decode_tokens_per_s=n_decoded / (ended - first) if first and ended > first else 0.0,
-    )
-
-
 def _processed(result: StepResult, rows: Rows) -> tuple[list[int], list[int]]:
     """(tokens fed, drafts among them) per row: as planned, unless the device says that it cut drafts off."""
     if result.processed is None:
@@ -640,15 +620,9 @@ def _processed(result: StepResult, rows: Rows) -> tuple[list[int], list[int]]:
 
 
 def _draft_room(seq: Sequence) -> int:
-    """How many drafts seq may get: none before its end, or where its bans differ from position to position."""
-    if seq.status != "running" or len(seq.tokens) - seq.computed != 1:
+    """How many drafts seq may get: none once it ended, or where its bans differ from position to position."""
+    if seq.status != "running":
         return 0
     if seq.extras is not None and seq.extras.depends_on_position(seq):
         return 0
     return seq.limit - len(seq.tokens) - 1
-
-
-def _plugin_failure(what: str, error: BaseException) -> HeadraceError:
-    failure = RequestError("HR-STEP-03", f"the {what} failed: {error!r}", "report it to the plugin's author")
-    failure.__cause__ = error
-    return failure

@@ -23,14 +23,22 @@ class TextStream:
     """
 
     __slots__ = (
-        "_held", "_is_special", "_pending", "_skip_special", "_state", "_stops", "_token_bytes", "pieces", "stopped",
+        "_held", "_is_special", "_pending", "_shown", "_skip_special", "_state", "_stops", "_token_bytes", "pieces",
+        "stopped",
     )  # fmt: skip
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special: bool = True) -> None:
-        """skip_special: control tokens add nothing to the text (and can't complete a stop string)."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """skip_special: control tokens but those `shown` add nothing to the text (and can't complete a stop string)."""
         self._token_bytes = tokenizer.token_bytes
         self._is_special = tokenizer.is_special
         self._skip_special = skip_special
+        self._shown = shown
         self._stops = _StopAutomaton(stop) if stop else None
         self._state = 0
         self._held = ""
@@ -48,7 +56,7 @@ class TextStream:
         """Add a token. True: a stop string ended the text, now or before; the token's later characters are dropped."""
         if self.stopped is not None:
             return True
-        if self._skip_special and self._is_special(token):
+        if self._skip_special and self._is_special(token) and token not in self._shown:
             return False
         data = self._token_bytes(token)
         if self._pending:

@@ -1,4 +1,4 @@
-"""Gives sequences what a step reports beside tokens: log-probabilities and logits."""
+"""What is reported beside tokens: log-probabilities and logits of a step, usage and times of a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.sampling import NAN
-from headrace.types import WANT_PROMPT_LOGITS, WANT_PROMPT_LOGPROBS, LogprobRows, Sequence, StepPlan
+from headrace.types import WANT_PROMPT_LOGITS, WANT_PROMPT_LOGPROBS, LogprobRows, Sequence, StepPlan, Timings, Usage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,3 +73,25 @@ def take_prompt_logits(
             if seq.prompt_logits.complete:
                 seq.wants &= ~WANT_PROMPT_LOGITS
     return unsound
+
+
+def usage_of(seqs: list[Sequence]) -> Usage:
+    """Tokens of the n samples of one request."""
+    first = seqs[0]
+    n_generated, n_forced = sum(seq.n_generated for seq in seqs), sum(seq.n_forced for seq in seqs)
+    return Usage(first.n_prompt, n_generated, first.cached, n_forced)
+
+
+def timings_of(seqs: list[Sequence]) -> Timings:
+    """From the engine clock; rates are 0 where nothing was measured."""
+    submitted, scheduled, first, _, prefilled = seqs[0].times
+    ended = max(seq.times[3] for seq in seqs)
+    n_computed = seqs[0].n_prompt + seqs[0].n_start - seqs[0].cached
+    n_decoded = sum(max(0, seq.n_generated - seq.n_start - 1) for seq in seqs)
+    return Timings(
+        queue_s=max(0.0, scheduled - submitted) if scheduled else 0.0,
+        first_token_s=first - submitted if first else 0.0,
+        total_s=ended - submitted,
+        prefill_tokens_per_s=n_computed / (prefilled - scheduled) if prefilled > scheduled else 0.0,
+        decode_tokens_per_s=n_decoded / (ended - prefilled) if prefilled and ended > prefilled else 0.0,
+    )

@@ -488,7 +488,7 @@ def _leave(ref: weakref.ref[Runner]) -> None:
 
 def build_output(seqs: list[Sequence], tokenizer: Tokenizer, prompt: str | None) -> Output:
     """The result of ended sequences: the n samples of one request."""
-    from headrace.engine import timings_of, usage_of
+    from headrace.reports import timings_of, usage_of
 
     first = seqs[0]
     prompt_logprobs, logits = first.prompt_logprobs, first.prompt_logits

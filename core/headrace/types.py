@@ -301,7 +301,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "cached", "compiled", "computed", "counts", "deadline", "draft", "error", "extras",
-        "finish_reason", "index", "leader", "limit", "logprobs", "matcher", "n_prompt", "params", "preemptions",
+        "finish_reason", "index", "leader", "limit", "logprobs", "matcher", "n_forced", "n_prompt", "n_start",
+        "params", "preemptions",
         "prompt_logits", "prompt_logprobs", "request", "sample_index", "skipped", "slot", "status", "stop_ids",
         "stop_reason", "stream", "times", "tokens", "wants",
     )  # fmt: skip
@@ -316,6 +317,10 @@ class Sequence:
         self.draft: list[int] = []
         self.cached = 0
         """Prompt tokens that a prefix hit saved at first admission: not computed, nor replayed."""
+        self.n_forced = 0
+        """Generated tokens that the grammar forced, appended without a model step."""
+        self.n_start = 0
+        """Those of them that came before the first step; they are computed with the prompt."""
         self.limit = limit
         """Total token count at which the sequence ends with "length"."""
         self.index = -1
@@ -344,8 +349,8 @@ class Sequence:
         self.deadline = math.inf
         self.preemptions = 0
         self.skipped = 0
-        self.times: list[float] = [request.arrival_s, 0.0, 0.0, 0.0]
-        """[submitted, first scheduled, first token, finished], engine clock, seconds."""
+        self.times: list[float] = [request.arrival_s, 0.0, 0.0, 0.0, 0.0]
+        """[submitted, first scheduled, first token, finished, first sampled token], engine clock, seconds."""
 
     @property
     def n_generated(self) -> int:
@@ -733,6 +738,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    forced_tokens: int = 0
+    """Completion tokens that the grammar forced: no model step was run for them alone."""
 
     @property
     def total_tokens(self) -> int:
@@ -741,7 +748,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. queue: submission to first schedule; first_token: submission to first token; total: to the end."""
+    """Seconds. queue: submission to first schedule; first_token: submission to first token; total: to the end.
+
+    The prompt (and what a grammar forces at once) counts as prefilled, up to the first token that the model chooses;
+    what comes after that token is decoded, forced or not."""
 
     queue_s: float
     first_token_s: float

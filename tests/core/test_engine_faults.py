@@ -139,7 +139,7 @@ def _tokens(plan: StepPlan, row: int) -> list[int]:
 
 def test_a_request_that_can_not_be_queued_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Setup().engine()
-    monkeypatch.setattr(engine._compilers, "submit", boom)
+    monkeypatch.setattr(engine._grammars, "compile", boom)
     timed = SamplingParams(max_tokens=4, constraint=Grammar("charset", "abc{1,4}"), deadline_s=0.0)
     with pytest.raises(RuntimeError):
         engine.add(request("a", "first", timed))

@@ -183,7 +183,7 @@ def test_drafts_save_steps() -> None:
 
 def test_a_tight_pool_preempts_and_changes_nothing() -> None:
     requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
-    setup = Setup(n_blocks=46, block_tokens=4, prefix_cache=False)
+    setup = Setup(n_blocks=44, block_tokens=4, prefix_cache=False)
     engine = setup.engine()
     found = run(engine, requests)
     assert engine.scheduler.n_preemptions > 0
@@ -421,7 +421,7 @@ def test_the_matrix_kills_mutants(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for kv, draft, constrained in itertools.product(("paged", "slots"), ("none", "oracle"), (False, True)):
         try:
             killed = killed or bool(mismatches(Setup(kv=kv, chunk=5, n_slots=3), 0.8, constrained, 7, True, draft))
-        except AssertionError:
+        except (AssertionError, IndexError):
             killed = True
     assert killed, f"the suite does not notice: {name}"
 

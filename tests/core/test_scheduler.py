@@ -553,7 +553,7 @@ def test_a_grammar_of_the_empty_text_stops_at_once(n: int) -> None:
             return Done()
 
     engine = Setup().engine()
-    engine.constraints.compile = lambda grammar: Empty()  # type: ignore[union-attr, method-assign, assignment]
+    engine.constraints.compile = lambda grammar, cancelled: Empty()  # type: ignore[union-attr, method-assign, assignment]
     params = SamplingParams(constraint=Grammar("regex", ""), n=n)
     found = run(engine, [request("empty", "x", params), request("good", "y", GREEDY)])
     assert [seq.finish_reason for seq in found["empty"]] == ["stop"] * n

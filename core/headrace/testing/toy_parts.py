@@ -67,23 +67,31 @@ class ToyOracle(Drafter):
 
 class ToyConstraint(ConstraintEngine):
     """Kinds: `choice` (a JSON list of strings) and `charset` (characters, then `{low,high}`: how many, in characters;
-    e.g. "abc{2,5}"). Both become a tree or a counter over bytes; tokens are checked byte by byte."""
+    e.g. "abc{2,5}"). Both become a tree or a counter over bytes; tokens are checked byte by byte.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    forces: where only one text can follow, its own tokens must spell it (`Matcher.forced`)."""
+
+    def __init__(self, tokenizer: Tokenizer, *, forces: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._forces = forces
         self._bytes = [
             b"" if tokenizer.is_special(token) else tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)
         ]
 
     def compile(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Compiled:
         if grammar.kind == "choice":
-            return _ToyCompiled(self._bytes, self._tokenizer.eos_ids, _choices(grammar.text))
+            return self._compiled(_choices(grammar.text))
         if grammar.kind == "charset":
-            return _ToyCompiled(self._bytes, self._tokenizer.eos_ids, _charset(grammar.text))
+            return self._compiled(_charset(grammar.text))
         raise RequestError(
             "HR-CONSTRAINT-01",
             f"constraint kind {grammar.kind!r} is unknown to the toy engine",
             "use kind 'choice' or 'charset'",
+        )
+
+    def _compiled(self, automaton: Automaton) -> Compiled:
+        return _ToyCompiled(
+            self._bytes, self._tokenizer.eos_ids, automaton, self._tokenizer.encode if self._forces else None
         )
 
 
@@ -127,8 +135,15 @@ def _charset(text: str) -> Automaton:
 
 
 class _ToyCompiled(Compiled):
-    def __init__(self, token_bytes: Seq[bytes], eos_ids: frozenset[int], automaton: Automaton) -> None:
-        self.token_bytes, self.eos_ids, self.automaton = token_bytes, eos_ids, automaton
+    def __init__(
+        self,
+        token_bytes: Seq[bytes],
+        eos_ids: frozenset[int],
+        automaton: Automaton,
+        encode: Callable[..., list[int]] | None,
+    ) -> None:
+        self.token_bytes, self.eos_ids, self.automaton, self.encode = token_bytes, eos_ids, automaton, encode
+        self._forced: dict[State, tuple[int, ...]] = {}
 
     def start(self) -> Matcher:
         return _ToyMatcher(self)
@@ -136,37 +151,78 @@ class _ToyCompiled(Compiled):
     def size_bytes(self) -> int:
         return sum(map(len, self.token_bytes))
 
+    def _forced_at(self, state: State) -> tuple[int, ...]:
+        """Tokens of the only text that can follow a state."""
+        if self.encode is None:
+            return ()
+        if state not in self._forced:
+            self._forced[state] = self._spell(*self._only(state))
+        return self._forced[state]
+
+    def _only(self, state: State) -> tuple[bytes, bool]:
+        """(the bytes that must follow, whether nothing follows them)."""
+        _, step, complete, goes_on = self.automaton
+        found = bytearray()
+        while not complete(state):
+            following = [(byte, after) for byte in range(256) if (after := step(state, byte)) is not None]
+            if len(following) != 1:
+                break
+            found.append(following[0][0])
+            state = following[0][1]
+        return bytes(found), not goes_on(state)
+
+    def _spell(self, text: bytes, ends: bool) -> tuple[int, ...]:
+        """The text's own tokens, without those at its end that a longer token might begin with."""
+        assert self.encode is not None
+        try:
+            tokens = self.encode(text.decode(), add_bos=False)
+        except UnicodeDecodeError:  # it ends within a character
+            return ()
+        start = 0
+        for i, token in enumerate(tokens):
+            rest = text[start:]
+            if not ends and any(len(piece) > len(rest) and piece.startswith(rest) for piece in self.token_bytes):
+                return tuple(tokens[:i])
+            start += len(self.token_bytes[token])
+        return tuple(tokens)
+
 
 class _ToyMatcher(Matcher):
-    """Keeps every state that it went through, so rollback is a slice."""
+    """Keeps every state that it went through, so rollback is a slice. A state is the automaton's and the tokens that
+    are forced from there on."""
 
     def __init__(self, compiled: _ToyCompiled) -> None:
         self._compiled = compiled
         start, self._byte, self._complete, self._open = compiled.automaton
-        self._states: list[State] = [start]
+        self._states: list[tuple[State, tuple[int, ...]]] = [(start, compiled._forced_at(start))]
         self._ended = False
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         allowed = np.zeros(32 * len(bits), np.uint8)
-        for token in range(len(self._compiled.token_bytes)):
-            allowed[token] = self._next(token) is not None
-        if self._complete(self._states[-1]):
-            allowed[list(self._compiled.eos_ids)] = 1
+        state, forced = self._states[-1]
+        if forced:
+            allowed[forced[0]] = 1
+        else:
+            for token in range(len(self._compiled.token_bytes)):
+                allowed[token] = self._next(token) is not None
+            if self._complete(state):
+                allowed[list(self._compiled.eos_ids)] = 1
         bits[:] = np.packbits(allowed, bitorder="little").view(np.int32)
 
     def accept(self, token: int) -> bool:
-        if self._ended:
+        state, forced = self._states[-1]
+        if self._ended or (forced and token != forced[0]):
             return False
         if token in self._compiled.eos_ids:
-            if not self._complete(self._states[-1]):
+            if not self._complete(state):
                 return False
-            self._states.append(self._states[-1])
+            self._states.append((state, ()))
             self._ended = True
             return True
-        state = self._next(token)
-        if state is None:
+        following = self._next(token)
+        if following is None:
             return False
-        self._states.append(state)
+        self._states.append((following, forced[1:] or self._compiled._forced_at(following)))
         return True
 
     def rollback(self, n: int) -> None:
@@ -176,12 +232,15 @@ class _ToyMatcher(Matcher):
             del self._states[-n:]
 
     def done(self) -> bool:
-        return self._ended or not self._open(self._states[-1])
+        return self._ended or not self._open(self._states[-1][0])
+
+    def forced(self) -> Seq[int]:
+        return () if self._ended else self._states[-1][1]
 
     def _next(self, token: int) -> State | None:
         if not 0 <= token < len(self._compiled.token_bytes) or not self._compiled.token_bytes[token]:
             return None
-        state = self._states[-1]
+        state, _ = self._states[-1]
         for byte in self._compiled.token_bytes[token]:
             state = self._byte(state, byte)
             if state is None:

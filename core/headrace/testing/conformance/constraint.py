@@ -70,19 +70,28 @@ class ConstraintConformance:
     def test_good_texts_pass_and_then_may_end(self, compiled: list[Compiled], tokenizer: Tokenizer) -> None:
         for one, (grammar, good, _) in zip(compiled, self.cases(), strict=True):
             for text in good:
-                matcher = one.start()
-                for token in text.encode():
+                matcher, rest = one.start(), text.encode()
+                while rest:
                     assert not matcher.done(), f"{grammar} is done within {text!r}"
-                    assert token in allowed(matcher, tokenizer), f"{grammar} refuses byte {token} of {text!r}"
+                    token = next_token(matcher, rest)
+                    assert token in allowed(matcher, tokenizer), f"{grammar} refuses {rest!r} at the end of {text!r}"
                     assert matcher.accept(token)
+                    piece = tokenizer.token_bytes(token)
+                    assert rest.startswith(piece), f"{grammar} forces {piece!r} where {text!r} goes on with {rest!r}"
+                    rest = rest[len(piece) :]
                 assert self._may_end(matcher, tokenizer), f"{grammar} does not let {text!r} end"
 
     def test_bad_texts_do_not_pass(self, compiled: list[Compiled], tokenizer: Tokenizer) -> None:
         for one, (grammar, _, bad) in zip(compiled, self.cases(), strict=True):
             for text in bad:
-                matcher = one.start()
-                passed = all(not matcher.done() and matcher.accept(token) for token in text.encode())
-                assert not (passed and self._may_end(matcher, tokenizer)), f"{grammar} allows {text!r}"
+                matcher, rest = one.start(), text.encode()
+                while rest and not matcher.done():
+                    token = next_token(matcher, rest)
+                    piece = tokenizer.token_bytes(token)
+                    if not rest.startswith(piece) or not matcher.accept(token):
+                        break
+                    rest = rest[len(piece) :]
+                assert rest or not self._may_end(matcher, tokenizer), f"{grammar} allows {text!r}"
 
     # --- masks
 
@@ -160,9 +169,11 @@ class ConstraintConformance:
     def test_end_token_can_be_rolled_back(self, compiled: list[Compiled], tokenizer: Tokenizer) -> None:
         eos = min(tokenizer.eos_ids)
         for one, (_, good, _) in zip(compiled, self.cases(), strict=True):
-            matcher = one.start()
-            for token in good[0].encode():
+            matcher, rest = one.start(), good[0].encode()
+            while rest:
+                token = next_token(matcher, rest)
                 matcher.accept(token)
+                rest = rest[len(tokenizer.token_bytes(token)) :]
             if matcher.done():
                 continue
             before = mask(matcher, tokenizer)
@@ -200,6 +211,25 @@ class ConstraintConformance:
             if not matcher.done() and want:
                 assert np.array_equal(mask(matcher, tokenizer), want[0]), "fill_path must restore the state"
 
+    # --- forced tokens
+
+    def test_forced_tokens_are_all_that_is_allowed(self, compiled: list[Compiled], tokenizer: Tokenizer) -> None:
+        """One after the other; asking changes nothing, and after a rollback the same ones are forced."""
+        for one in compiled:
+            for matcher in self._walks(one, tokenizer):
+                forced = list(matcher.forced())
+                assert list(matcher.forced()) == forced, "forced() twice is the same"
+                assert not (forced and matcher.done()), "nothing is forced where nothing can follow"
+                for i, token in enumerate(forced):
+                    assert not matcher.done(), f"done before forced token {i} of {forced}"
+                    assert allowed(matcher, tokenizer) == {token}, f"forced token {i} of {forced} is not the only one"
+                    assert token not in tokenizer.eos_ids, "the end is never forced: done() says it"
+                    assert matcher.accept(token)
+                matcher.rollback(len(forced))
+                assert list(matcher.forced()) == forced
+                if forced:
+                    assert allowed(matcher, tokenizer) == {forced[0]}
+
     # --- helpers
 
     def _may_end(self, matcher: Matcher, tokenizer: Tokenizer) -> bool:
@@ -226,6 +256,12 @@ class ConstraintConformance:
                 matcher.accept(token)
             matchers.append(matcher)
         return matchers
+
+
+def next_token(matcher: Matcher, text: bytes) -> int:
+    """What a model that writes this text, a byte per token, says next: a forced token where there is one."""
+    forced = matcher.forced()
+    return forced[0] if forced else text[0]
 
 
 def mask(matcher: Matcher, tokenizer: Tokenizer) -> NDArray[np.int32]:
