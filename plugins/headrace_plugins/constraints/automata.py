@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 from headrace.errors import RequestError
+from headrace_plugins.constraints.dfa import Dfa, Edge, minimised
 from headrace_plugins.constraints.regex import (
     ANY_CHAR,
     ANY_TEXT,
@@ -33,41 +33,18 @@ MAX_STATES = 20_000
 NODES_PER_STATE = 40
 """Terms that may be made per state of the limit: bounds the memory of languages whose states are long unions."""
 
-Edge = tuple[int, int, int]
-"""(first code point, last code point, target)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dfa:
-    """A deterministic automaton. State 0 is the start; every state can be reached and can still accept, except that a
-    language without any text has state 0 alone."""
-
-    accepting: tuple[bool, ...]
-    edges: tuple[tuple[Edge, ...], ...]
-    """Per state, sorted and disjoint. A character on no edge ends the match."""
-
-    def matches(self, text: str) -> bool:
-        state = 0
-        for char in text:
-            point = ord(char)
-            found = next((target for low, high, target in self.edges[state] if low <= point <= high), None)
-            if found is None:
-                return False
-            state = found
-        return self.accepting[state]
-
 
 class Language:
     """One language that is asked many times; states are worked out when met. Not for several threads at once."""
 
     def __init__(self, regex: Regex, limit: int = MAX_STATES) -> None:
-        self._terms = _Terms(limit)
+        self._terms = Terms(limit)
         self._start = self._terms.read(regex)
 
     def matches(self, text: str) -> bool:
         terms, state = self._terms, self._start
         for char in text:
-            if state == _Terms.NOTHING or state == terms.any_text:
+            if state == Terms.NOTHING or state == terms.any_text:
                 break
             state = terms.step(state, ord(char))
         return terms.nullable[state]
@@ -93,7 +70,7 @@ class Language:
         for state in order:  # grows while it is walked
             row: list[Edge] = []
             for low, high, target in terms.edges(state):
-                if target == _Terms.NOTHING:
+                if target == Terms.NOTHING:
                     continue
                 if target not in numbers:
                     numbers[target] = len(order)
@@ -193,7 +170,7 @@ def _possible(regex: Regex) -> bool:
             raise AssertionError(regex)
 
 
-class _Terms:
+class Terms:
     """Terms numbered so that equal ones (up to order in unions and intersections) have one number."""
 
     NOTHING = 0
@@ -395,30 +372,3 @@ def _too_big(limit: int, what: str) -> RequestError:
         f"a regular expression needs more than {limit:,} {what}",
         "simplify the pattern, or lower the counts of its repetitions",
     )
-
-
-def minimised(accepting: list[bool], edges: list[list[Edge]]) -> Dfa:
-    """Without states that can't accept, and with equal states merged."""
-    return _trimmed(accepting, edges)
-
-
-def _trimmed(accepting: list[bool], edges: list[list[Edge]]) -> Dfa:
-    back: list[list[int]] = [[] for _ in edges]
-    for state, row in enumerate(edges):
-        for _, _, target in row:
-            back[target].append(state)
-    alive = {state for state, ends in enumerate(accepting) if ends}
-    waiting = list(alive)
-    while waiting:
-        for state in back[waiting.pop()]:
-            if state not in alive:
-                alive.add(state)
-                waiting.append(state)
-    if 0 not in alive:
-        return Dfa((False,), ((),))
-    numbers = {state: number for number, state in enumerate(sorted(alive))}
-    rows = tuple(
-        tuple((low, high, numbers[target]) for low, high, target in edges[state] if target in alive)
-        for state in numbers
-    )
-    return Dfa(tuple(accepting[state] for state in numbers), rows)

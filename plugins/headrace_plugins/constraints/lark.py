@@ -1,16 +1,17 @@
 """Rules printed as a Lark grammar of llguidance 1.9.
 
-A terminal there is one lexeme: the longest match of all that are allowed is taken and never given back. So every text of
-a rule is its own lexeme, equal terminals are one, and a terminal never matches the empty text.
+A terminal there is one lexeme: the longest match of all that are allowed is taken and never given back. Equal terminals
+are one, and a terminal never matches the empty text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import literal_text, nullable
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
+from headrace_plugins.constraints.lexemes import lexical
 from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
 from headrace_plugins.constraints.trimming import some, trimmed
 
@@ -19,13 +20,13 @@ _VALID = "/(?s:.*)/"
 """Every valid UTF-8 text: a complement alone would let other bytes through."""
 
 
-def print_lark(rules: Rules, special: Callable[[str], int | None]) -> str:
+def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
     """The Lark text of a grammar.
 
-    special: name of a special token -> its id; None where the vocabulary has none.
+    special: name of a special token -> its id; a name that is not there is printed as text.
     Raises RequestError HR-CONSTRAINT-07 when no text matches.
     """
-    rules = trimmed(rules)
+    rules = lexical(trimmed(rules))
     printer = _Printer(rules, special)
     lines = [f"{printer.names[name]}: {printer.rule(body)}" for name, body in rules.rules.items()]
     terminals = [f"{name}: {definition}" for definition, name in printer.terminals.items()]
@@ -33,7 +34,7 @@ def print_lark(rules: Rules, special: Callable[[str], int | None]) -> str:
 
 
 class _Printer:
-    def __init__(self, rules: Rules, special: Callable[[str], int | None]) -> None:
+    def __init__(self, rules: Rules, special: Mapping[str, int]) -> None:
         self.special = special
         self.terminals: dict[str, str] = {}
         self.names = {rules.start: "start"}
@@ -55,7 +56,7 @@ class _Printer:
             case Lit(text):
                 return quoted(text) if text else ""
             case Special(name):
-                number = self.special(name)
+                number = self.special.get(name)
                 return f"<[{number}]>" if number is not None else quoted(name)
             case Rx(regex):
                 return self._terminal(regex)

@@ -19,7 +19,7 @@ from headrace_plugins.constraints.characters import (
     joined,
     property_of,
 )
-from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, MAX_CODE_POINT, Chars, Regex, chars, repeat
+from headrace_plugins.constraints.regex import ANY_CHAR, MAX_CODE_POINT, Chars, Regex, chars, repeat
 
 HELP = "patterns are regular expressions of ECMA-262 (u flag), without lookbehind and backreferences"
 _CONTROL = {"f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
@@ -408,6 +408,3 @@ def _one(point: int) -> Chars:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
-
-
-__all__ = ["EMPTY", "PatternLimits", "parse_pattern"]

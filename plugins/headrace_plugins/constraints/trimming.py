@@ -1,4 +1,4 @@
-"""Grammars without what can't match and can't be reached, and regexes without the empty text: what printers start from."""
+"""Grammars without what can't match and can't be reached, and regexes without the empty text: what is printed."""
 
 from __future__ import annotations
 

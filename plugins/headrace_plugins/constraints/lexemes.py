@@ -1,0 +1,373 @@
+"""Terminals among which taking the longest match loses nothing.
+
+llguidance reads a text as terminals: of all that the grammar allows next it takes the longest match, and never gives
+any of it back. A text is lost where terminal x is complete, x or another terminal y could go on with a byte, and the
+grammar could also go on behind x with that byte. `lexical` finds these places and puts them right: neighbours become
+one terminal, or terminals are taken apart, in the end to single characters, which can't lose anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from headrace.errors import RequestError
+from headrace_plugins.constraints.automata import Terms, automaton, literal_text, nullable
+from headrace_plugins.constraints.dfa import rules_of
+from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
+from headrace_plugins.constraints.regex import Cat, Chars, Or, Ranges, Regex, Repeat, cat, literal
+from headrace_plugins.constraints.trimming import EMPTY_EXPR, references, some
+
+MAX_STATES = 1_500
+"""States looked at for one terminal, or one set of terminals that may come next. Beyond them nothing is found, and the
+promise of `Rx` stands alone."""
+MAX_ROUNDS = 12
+
+
+def lexical(rules: Rules) -> Rules:
+    """The same grammar with terminals that lose no text. Expects trimmed rules."""
+    bodies = {name: _filled(body) for name, body in rules.rules.items()}
+    for number in range(MAX_ROUNDS):
+        lost = _Survey(Rules(rules.start, bodies)).conflicts()
+        if not lost:
+            break
+        merge = number == 0
+        if merge:
+            merged = {name: _merged(body, lost) for name, body in bodies.items()}
+            if merged != bodies:
+                bodies = merged
+                continue
+        added: dict[str, Expr] = {}
+        split = {name: _split(body, lost, added, set(bodies)) for name, body in bodies.items()} | added
+        if split == bodies:
+            break
+        bodies = split
+    return Rules(rules.start, bodies)
+
+
+def _filled(body: Expr) -> Expr:
+    """With terminals that may be empty as options of ones that may not."""
+    match body:
+        case Rx(regex):
+            if not nullable(regex):
+                return body
+            return Alt((Rx(some(regex)), EMPTY_EXPR))
+        case Seq(parts):
+            return Seq(tuple(map(_filled, parts)))
+        case Alt(choices):
+            return Alt(tuple(map(_filled, choices)))
+        case Rep(inner, least, most):
+            return Rep(_filled(inner), least, most)
+        case _:
+            return body
+
+
+def _regex(leaf: Expr) -> Regex | None:
+    match leaf:
+        case Lit(text):
+            return literal(text)
+        case Rx(regex):
+            return regex
+        case _:
+            return None
+
+
+def _merged(body: Expr, lost: set[Regex]) -> Expr:
+    """With each of the terminals put together with a terminal right behind it."""
+    match body:
+        case Seq(parts):
+            result: list[Expr] = []
+            for part in (_merged(each, lost) for each in parts):
+                before, regex = _regex(result[-1]) if result else None, _regex(part)
+                if before in lost and before is not None and regex is not None:
+                    result[-1] = Rx(cat(before, regex))
+                else:
+                    result.append(part)
+            return result[0] if len(result) == 1 else Seq(tuple(result))
+        case Alt(choices):
+            return Alt(tuple(_merged(choice, lost) for choice in choices))
+        case Rep(inner, least, most):
+            return Rep(_merged(inner, lost), least, most)
+        case _:
+            return body
+
+
+def _split(body: Expr, lost: set[Regex], added: dict[str, Expr], taken: set[str]) -> Expr:
+    """With each of the terminals in its parts; rules for them go to `added`."""
+    match body:
+        case Lit(text):
+            return Seq(tuple(map(Lit, text))) if len(text) > 1 and literal(text) in lost else body
+        case Rx(regex):
+            return _filled(_parts(regex, added, taken)) if regex in lost else body
+        case Seq(parts):
+            return Seq(tuple(_split(part, lost, added, taken) for part in parts))
+        case Alt(choices):
+            return Alt(tuple(_split(choice, lost, added, taken) for choice in choices))
+        case Rep(inner, least, most):
+            return Rep(_split(inner, lost, added, taken), least, most)
+        case _:
+            return body
+
+
+def _parts(regex: Regex, added: dict[str, Expr], taken: set[str]) -> Expr:
+    match regex:
+        case Chars():
+            return Rx(regex)
+        case Cat(parts):
+            text = literal_text(regex)
+            return Seq(tuple(map(Lit, text))) if text is not None else Seq(tuple(_runs(parts)))
+        case Or(choices):
+            return Alt(tuple(Rx(choice) for choice in choices))
+        case Repeat(body, least, most):
+            return Rep(Rx(body), least, most)
+        case _:
+            prefix = next(
+                name for name in (f"x{n}_" for n in range(1 << 30)) if f"{name}end" not in taken | added.keys()
+            )
+            try:
+                rules = rules_of(automaton(regex, MAX_STATES), prefix, left=True)
+            except RequestError:  # stays whole: texts may be lost, none is added
+                return Rx(regex)
+            added.update(rules.rules)
+            return Ref(rules.start)
+
+
+def _runs(parts: Iterable[Regex]) -> Iterable[Expr]:
+    run = ""
+    for part in parts:
+        text = literal_text(part)
+        if text is not None:
+            run += text
+            continue
+        if run:
+            yield Lit(run)
+        run = ""
+        yield Rx(part)
+    if run:
+        yield Lit(run)
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What may come first in a grammar, and next to each terminal. Sets of terminals are bits of an int."""
+
+    rules: Rules
+    terminals: list[Regex | None] = field(default_factory=list)
+    """None: a special token."""
+    _numbers: dict[Expr, int] = field(default_factory=dict)
+    _by_regex: dict[Regex, int] = field(default_factory=dict)
+    _firsts: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    _follow: dict[str, int] = field(default_factory=dict)
+    _next: dict[int, int] = field(default_factory=dict)
+    _lead: dict[int, int] = field(default_factory=dict)
+
+    def conflicts(self) -> set[Regex]:
+        """The terminals at which a text may be lost, with those that would go on."""
+        self._read()
+        rows = [self._firsts[self.rules.start][0], *self._next.values()]
+        checked: set[int] = set()
+        lost: set[int] = set()
+        terms = Terms(MAX_STATES)
+        starts = [terms.read(regex) if regex is not None else Terms.NOTHING for regex in self.terminals]
+        for number, behind in self._next.items():
+            if self._goes_on(number, self._leads(behind)):
+                lost.add(number)
+        while rows:
+            row = rows.pop()
+            if row in checked:
+                continue
+            checked.add(row)
+            rows += self._check(row, terms, starts, lost)
+        found = [self.terminals[number] for number in lost]
+        return {regex for regex in found if regex is not None and not isinstance(regex, Chars)}
+
+    def _read(self) -> None:
+        rules = self.rules.rules
+        self._firsts = dict.fromkeys(rules, (0, False))
+        changed = True
+        while changed:
+            changed = False
+            for name, body in rules.items():
+                found = self._first(body)
+                changed |= found != self._firsts[name]
+                self._firsts[name] = found
+        self._follow = dict.fromkeys(rules, 0)
+        waiting = dict.fromkeys(rules)
+        while waiting:
+            name = next(iter(waiting))
+            del waiting[name]
+            before = {each: self._follow[each] for each in set(references(rules[name]))}
+            self._walk(rules[name], self._follow[name])
+            waiting |= dict.fromkeys(each for each, mask in before.items() if self._follow[each] != mask)
+
+    def _number(self, leaf: Expr) -> int:
+        number = self._numbers.get(leaf)
+        if number is None:
+            regex = _regex(leaf)
+            number = len(self.terminals) if regex is None else self._by_regex.get(regex, len(self.terminals))
+            if number == len(self.terminals):
+                self.terminals.append(regex)
+                if regex is not None:
+                    self._by_regex[regex] = number
+            self._numbers[leaf] = number
+        return number
+
+    def _first(self, body: Expr) -> tuple[int, bool]:
+        """Terminals that may come first, and whether there may be none."""
+        match body:
+            case Ref(name):
+                return self._firsts[name]
+            case Seq(parts):
+                mask = 0
+                for part in parts:
+                    first, empty = self._first(part)
+                    mask |= first
+                    if not empty:
+                        return mask, False
+                return mask, True
+            case Alt(choices):
+                found = [self._first(choice) for choice in choices]
+                return _union(mask for mask, _ in found), any(empty for _, empty in found)
+            case Rep(inner, least, _):
+                mask, empty = self._first(inner)
+                return mask, empty or least == 0
+            case _:
+                return 1 << self._number(body), False
+
+    def _walk(self, body: Expr, follow: int) -> None:
+        """Note what may come behind each part when `follow` may come behind the body."""
+        match body:
+            case Ref(name):
+                self._follow[name] |= follow
+            case Seq(parts):
+                for part in reversed(parts):
+                    self._walk(part, follow)
+                    first, empty = self._first(part)
+                    follow = first | follow if empty else first
+            case Alt(choices):
+                for choice in choices:
+                    self._walk(choice, follow)
+            case Rep(inner, _, most):
+                self._walk(inner, follow if most == 1 else follow | self._first(inner)[0])
+            case _:
+                number = self._number(body)
+                self._next[number] = self._next.get(number, 0) | follow
+
+    def _leads(self, mask: int) -> int:
+        """First bytes of the terminals of a set, as bits."""
+        return _union(self._lead_of(number) for number in _members(mask))
+
+    def _lead_of(self, number: int) -> int:
+        found = self._lead.get(number)
+        if found is None:
+            regex = self.terminals[number]
+            terms = Terms(MAX_STATES)
+            try:
+                edges = [] if regex is None else terms.edges(terms.read(regex))
+                found = leads((low, high) for low, high, _ in edges)
+            except RequestError:
+                found = 0
+            self._lead[number] = found
+        return found
+
+    def _goes_on(self, number: int, bytes_behind: int) -> bool:
+        """Whether the terminal itself, complete, may go on with one of the bytes."""
+        regex = self.terminals[number]
+        if regex is None or not bytes_behind or literal_text(regex) is not None or isinstance(regex, Chars):
+            return False
+        terms = Terms(MAX_STATES)
+        try:
+            start = terms.read(regex)
+            seen, waiting = {start}, [start]
+            while waiting:
+                state = waiting.pop()
+                edges = terms.edges(state)
+                if terms.nullable[state] and leads((low, high) for low, high, _ in edges) & bytes_behind:
+                    return True
+                for _, _, target in edges:
+                    if target not in seen:
+                        seen.add(target)
+                        waiting.append(target)
+                        terms.check_states(len(seen))
+        except RequestError:
+            return False
+        return False
+
+    def _check(self, row: int, terms: Terms, starts: list[int], lost: set[int]) -> list[int]:
+        """Compare the terminals of a row with each other. Returns the rows behind texts that several of them match."""
+        new: list[int] = []
+        start = tuple((number, starts[number]) for number in _members(row) if starts[number] != Terms.NOTHING)
+        seen, waiting = {start}, [start]
+        while waiting and len(seen) <= MAX_STATES:
+            states = waiting.pop()
+            complete = _union(1 << number for number, state in states if terms.nullable[state])
+            if complete & (complete - 1):
+                new.append(_union(self._next.get(number, 0) for number in _members(complete)))
+            try:
+                steps = _steps({number: terms.edges(state) for number, state in states})
+            except RequestError:
+                break
+            for low, high, targets in steps:
+                self._compare(complete, leads([(low, high)]), [number for number, _ in targets], lost)
+                if len(targets) > 1 and targets not in seen:
+                    seen.add(targets)
+                    waiting.append(targets)
+        return new
+
+    def _compare(self, complete: int, lead: int, going_on: list[int], lost: set[int]) -> None:
+        for number in _members(complete):
+            others = [each for each in going_on if each != number]
+            if others and self._leads(self._next.get(number, 0)) & lead:
+                lost.update((number, *others))
+
+
+def _union(masks: Iterable[int]) -> int:
+    result = 0
+    for mask in masks:
+        result |= mask
+    return result
+
+
+def _members(mask: int) -> Iterable[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _steps(
+    edges: Mapping[int, list[tuple[int, int, int]]],
+) -> Iterable[tuple[int, int, tuple[tuple[int, int], ...]]]:
+    """(first, last, ((terminal, its next state), ...)) for each run of characters that tells the edges apart."""
+    events: dict[int, list[tuple[bool, int, int]]] = {}
+    for number, row in edges.items():
+        for low, high, target in row:
+            events.setdefault(low, []).append((True, number, target))
+            events.setdefault(high + 1, []).append((False, number, target))
+    active: dict[int, int] = {}
+    points = sorted(events)
+    for index, point in enumerate(points[:-1]):
+        for enters, number, target in sorted(events[point]):  # leaving first
+            if enters:
+                active[number] = target
+            else:
+                del active[number]
+        if active:
+            yield point, points[index + 1] - 1, tuple(sorted(active.items()))
+
+
+def leads(ranges: Iterable[tuple[int, int]] | Ranges) -> int:
+    """First bytes of the UTF-8 of characters, as bits. A lexer of bytes can't tell characters apart that share one."""
+    mask = 0
+    for low, high in ranges:
+        first, last = _lead(low), _lead(high)
+        mask |= (1 << (last + 1)) - (1 << first)
+    return mask
+
+
+def _lead(point: int) -> int:
+    if point < 0x80:
+        return point
+    if point < 0x800:
+        return 0xC0 | point >> 6
+    return 0xE0 | point >> 12 if point < 0x10000 else 0xF0 | point >> 18
