@@ -1,0 +1,36 @@
+"""Grammars of kind `choice`: a JSON list of texts, one of which is the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from headrace.errors import RequestError
+from headrace_plugins.constraints.grammar import Rules, Rx
+from headrace_plugins.constraints.regex import either, literal
+
+MAX_CHOICES = 100_000
+_HELP = 'write a JSON list of texts: ["yes", "no"]'
+
+
+def read_choice(text: str) -> Rules:
+    """Raises RequestError HR-CONSTRAINT-02 for what is not a list of texts, HR-CONSTRAINT-04 for too many of them."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("HR-CONSTRAINT-02", f"choice is not JSON: {error}", _HELP) from None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise RequestError("HR-CONSTRAINT-02", f"choice is not a list of texts: {text[:60]}", _HELP)
+    return choice(found)
+
+
+def choice(texts: Sequence[str]) -> Rules:
+    """One of the texts."""
+    if not texts:
+        raise RequestError("HR-CONSTRAINT-02", "choice has no texts to choose from", _HELP)
+    if len(texts) > MAX_CHOICES:
+        raise RequestError("HR-CONSTRAINT-04", f"choice has {len(texts):,} texts; at most {MAX_CHOICES:,}", _HELP)
+    for index, each in enumerate(texts):
+        if any("\ud800" <= char <= "\udfff" for char in each):
+            raise RequestError("HR-CONSTRAINT-02", f"choice /{index}: half of a surrogate pair", _HELP)
+    return Rules("choice", {"choice": Rx(either(*(literal(each) for each in texts)))})
