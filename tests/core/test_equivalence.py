@@ -1,8 +1,8 @@
 """The spine: whatever the engine does to be fast, the tokens are those of plain one-by-one decoding.
 
-KV kind x drafter x chunk size x preemption x constraint x temperature x batch mates, for rings that are kept and rings
-that are rebuilt too, and then mutants: small faults put into the engine on purpose, each of which the same comparison
-must catch.
+KV kind x drafter x chunk size x preemption x constraint x forced tokens x temperature x batch mates, for rings that are
+kept and rings that are rebuilt too, and then mutants: small faults put into the engine on purpose, each of which the
+same comparison must catch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace import kvspace, planning, sampling
 from headrace.contracts import Matcher
 from headrace.errors import StepFailed
 from headrace.scheduler import Rows
+from headrace.testing.toy_parts import _ToyMatcher
 from headrace.types import Begin, Grammar, Request, Restore, SamplingParams, Sequence, Snapshot, StepPlan
 
 CHARSET = Grammar("charset", "abcdefg{3,14}")
@@ -32,6 +33,8 @@ RINGS = {
 }
 """Ways to have windows beside the blocks. Blocks of 8 tokens: more than the slack, so that chunks must be cut."""
 LONG_CHOICE = Grammar("choice", '["abcabcabcabcabcabc", "abcabcabcabx", "defdefdef"]')
+FORCED = Grammar("choice", '["it was one and the same thing", "it was another one in the end", "it was"]')
+"""Begins with a text that is forced, goes on with a choice, and then is forced to the end."""
 
 
 @cache
@@ -48,6 +51,7 @@ def requests_for(temperature: float, constrained: bool, mates: int) -> tuple[Req
         request("short", "x", params),
         request("seeded", "once upon a time there was", SamplingParams(max_tokens=9, temperature=1.0, seed=7)),
         request("choice", "pick: ", SamplingParams(max_tokens=30, temperature=temperature, constraint=LONG_CHOICE)),
+        request("forced", "what? ", SamplingParams(max_tokens=40, temperature=temperature, constraint=FORCED)),
         request(
             "long", "the quick brown fox jumps over the lazy dog " * 3, SamplingParams(max_tokens=6, temperature=0)
         ),
@@ -74,23 +78,26 @@ def mismatches(setup: Setup, temperature: float, constrained: bool, mates: int, 
 
 MATRIX = list(
     itertools.product(
-        ("paged", "slots"), ("none", "ngram", "oracle"), (1, 5, 64), (False, True), (False, True), (0.0, 0.8), (0, 7)
+        ("paged", "slots"), ("none", "ngram", "oracle"), (1, 5, 64), (False, True), ("no", "masked", "jumps"),
+        (0.0, 0.8), (0, 8)
     )
-)
+)  # fmt: skip
+"""... x unconstrained | every token through the model | forced ones appended x temperature x batch mates."""
 
 
 @pytest.mark.parametrize(("kv", "draft"), list(itertools.product(("paged", "slots"), ("none", "ngram", "oracle"))))
 def test_tokens_are_those_of_plain_decoding(kv: str, draft: str) -> None:
     cases = [case[2:] for case in MATRIX if case[:2] == (kv, draft)]
-    assert len(cases) == 48
-    for chunk, preempt, constrained, temperature, mates in cases:
-        wrong = mismatches(Setup(kv=kv, chunk=chunk, n_slots=3), temperature, constrained, mates, preempt, draft)
-        assert not wrong, (kv, draft, chunk, preempt, constrained, temperature, mates, wrong)
+    assert len(cases) == 72
+    for chunk, preempt, constraint, temperature, mates in cases:
+        setup = Setup(kv=kv, chunk=chunk, n_slots=3, jumps=constraint != "masked")
+        wrong = mismatches(setup, temperature, constraint != "no", mates, preempt, draft)
+        assert not wrong, (kv, draft, chunk, preempt, constraint, temperature, mates, wrong)
 
 
 @pytest.mark.parametrize(("name", "draft"), list(itertools.product(RINGS, ("none", "ngram", "oracle"))))
 def test_tokens_with_rings_are_those_of_plain_decoding(name: str, draft: str) -> None:
-    for chunk, preempt, constrained, mates in itertools.product((1, 5, 64), (False, True), (False, True), (0, 7)):
+    for chunk, preempt, constrained, mates in itertools.product((1, 5, 64), (False, True), (False, True), (0, 8)):
         setup = Setup(rings=RINGS[name], block_tokens=8, n_blocks=128, chunk=chunk)
         wrong = mismatches(setup, 0.8, constrained, mates, preempt, draft)
         assert not wrong, (name, draft, chunk, preempt, constrained, mates, wrong)
@@ -138,7 +145,7 @@ def test_samples_share_a_prompt_with_rings(name: str) -> None:
 @pytest.mark.parametrize("fail_at", ["forward", "sample", "collect"])
 def test_failed_steps_leave_no_trace_in_rings(name: str, fail_at: str) -> None:
     """Every third step (at first) fails after it wrote garbage over what came before its rows."""
-    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    requests, wanted = requests_for(0.8, False, 8), reference(0.8, False, 8)
     n_steps = itertools.count(1)
 
     def fail(plan: StepPlan) -> StepFailed | None:
@@ -163,7 +170,7 @@ def test_failed_steps_leave_no_trace_in_rings(name: str, fail_at: str) -> None:
 
 @pytest.mark.parametrize("name", RINGS)
 def test_a_tight_pool_with_rings(name: str) -> None:
-    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    requests, wanted = requests_for(0.8, False, 8), reference(0.8, False, 8)
     engine = Setup(rings=RINGS[name], n_blocks=19, block_tokens=8, chunk=16).engine()
     found = run(engine, requests)
     assert engine.scheduler.n_preemptions > 0
@@ -182,7 +189,7 @@ def test_drafts_save_steps() -> None:
 
 
 def test_a_tight_pool_preempts_and_changes_nothing() -> None:
-    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    requests, wanted = requests_for(0.8, False, 8), reference(0.8, False, 8)
     setup = Setup(n_blocks=44, block_tokens=4, prefix_cache=False)
     engine = setup.engine()
     found = run(engine, requests)
@@ -194,7 +201,7 @@ def test_slots_that_refuse_trims() -> None:
     """Recurrent memory: no partial trim, so no drafts, and a prefix counts only when it is the slot's whole content."""
     for preempt in (False, True):
         setup = Setup(kv="slots", partial_trim=False, n_slots=3)
-        requests, wanted = requests_for(0.8, True, 7), reference(0.8, True, 7)
+        requests, wanted = requests_for(0.8, True, 8), reference(0.8, True, 8)
         found = run(setup.engine(), requests, preempt_every=4 if preempt else 0)
         assert {id: output(seqs) for id, seqs in found.items()} == wanted
 
@@ -383,12 +390,12 @@ def ring_cases(name: str) -> None:
     test_turns_of_any_length(name)
     for draft, chunk in itertools.product(("none", "oracle"), (5, 64)):
         setup = Setup(rings=RINGS[name], block_tokens=8, n_blocks=128, chunk=chunk)
-        assert not mismatches(setup, 0.8, False, 7, True, draft)
+        assert not mismatches(setup, 0.8, False, 8, True, draft)
 
 
 @pytest.mark.parametrize("name", RING_MUTANTS)
 def test_the_matrix_kills_mutants_of_rings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference(0.8, False, 7)  # from healthy code
+    reference(0.8, False, 8)  # from healthy code
     rings, mutate = RING_MUTANTS[name]
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
@@ -396,10 +403,60 @@ def test_the_matrix_kills_mutants_of_rings(name: str, monkeypatch: pytest.Monkey
 
 
 def test_the_failures_kill_a_mutant_of_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference(0.8, False, 7)
+    reference(0.8, False, 8)
     _mutant_rings_survive_failures(monkeypatch)
     with pytest.raises(AssertionError):
         test_failed_steps_leave_no_trace_in_rings("kept", "collect")
+
+
+def _mutant_forced_tokens_not_accepted(patch: pytest.MonkeyPatch) -> None:
+    """The matcher does not hear of the tokens that it forced."""
+    real = engine_module.Engine._jump
+
+    def jump(self: engine_module.Engine, seq: Sequence) -> object:
+        n_before, matcher = len(seq.tokens), seq.matcher
+        reason = real(self, seq)
+        if matcher is not None and not matcher.done():
+            matcher.rollback(len(seq.tokens) - n_before)
+        return reason
+
+    patch.setattr(engine_module.Engine, "_jump", jump)
+
+
+def _mutant_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
+    real = engine_module.forced
+
+    def forced(seq: Sequence) -> list[int]:
+        tokens = real(seq)
+        seq.tokens += tokens
+        return tokens
+
+    patch.setattr(engine_module, "forced", forced)
+
+
+def _mutant_forced_tokens_count_as_computed(patch: pytest.MonkeyPatch) -> None:
+    real = engine_module.Engine._jump
+
+    def jump(self: engine_module.Engine, seq: Sequence) -> object:
+        reason = real(self, seq)
+        if seq.status == "running":
+            seq.computed = max(seq.computed, len(seq.tokens) - 1)
+        return reason
+
+    patch.setattr(engine_module.Engine, "_jump", jump)
+
+
+def _mutant_forced_tokens_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """After a rollback, what was forced at the later state still is."""
+    real = _ToyMatcher.rollback
+
+    def rollback(self: _ToyMatcher, n: int) -> None:
+        queue = self._states[-1][1]
+        real(self, n)
+        if n:
+            self._states[-1] = (self._states[-1][0], queue)
+
+    patch.setattr(_ToyMatcher, "rollback", rollback)
 
 
 MUTANTS = {
@@ -409,18 +466,22 @@ MUTANTS = {
     "matcher not rolled back": _mutant_matcher_not_rolled_back,
     "commit keeps rejected KV": _mutant_keeps_rejected_kv,
     "hash not chained": _mutant_hash_not_chained,
+    "forced tokens not accepted": _mutant_forced_tokens_not_accepted,
+    "forced tokens twice": _mutant_forced_tokens_twice,
+    "forced tokens count as computed": _mutant_forced_tokens_count_as_computed,
+    "forced tokens not rolled back": _mutant_forced_tokens_not_rolled_back,
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_matrix_kills_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for constrained in (False, True):
-        reference(0.8, constrained, 7)  # from healthy code
+        reference(0.8, constrained, 8)  # from healthy code
     MUTANTS[name](monkeypatch)
     killed = False
     for kv, draft, constrained in itertools.product(("paged", "slots"), ("none", "oracle"), (False, True)):
         try:
-            killed = killed or bool(mismatches(Setup(kv=kv, chunk=5, n_slots=3), 0.8, constrained, 7, True, draft))
+            killed = killed or bool(mismatches(Setup(kv=kv, chunk=5, n_slots=3), 0.8, constrained, 8, True, draft))
         except (AssertionError, IndexError):
             killed = True
     assert killed, f"the suite does not notice: {name}"
@@ -439,7 +500,7 @@ def test_equal_block_after_another_prefix() -> None:
 @pytest.mark.parametrize("rings", ["none", *RINGS])
 def test_a_crafted_collision_is_refused(monkeypatch: pytest.MonkeyPatch, rings: str) -> None:
     """With a hash that collides on everything, equality alone keeps prefixes apart."""
-    requests, wanted = requests_for(0.8, False, 7), reference(0.8, False, 7)
+    requests, wanted = requests_for(0.8, False, 8), reference(0.8, False, 8)
     monkeypatch.setattr(kvspace, "_chained", lambda parent, tokens: bytes(32))
     engine = Setup(rings=RINGS.get(rings, {})).engine()
     for req in requests:

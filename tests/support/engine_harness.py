@@ -94,6 +94,8 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
     space: Callable[..., Any] | None = None
+    jumps: bool = True
+    """Append forced tokens without a model step."""
 
     def engine(self) -> Engine:
         options = EngineOptions(
@@ -113,7 +115,10 @@ class Setup:
                 executor.layout, partial_trim=self.partial_trim, fork=executor.caps.fork, prefix_cache=self.prefix_cache
             )
         executor.open()
-        return Engine(executor, kv, options, drafter=self.drafter, constraints=ToyConstraint(executor.tokenizer))
+        constraints = ToyConstraint(executor.tokenizer)
+        engine = Engine(executor, kv, options, drafter=self.drafter, constraints=constraints)
+        engine.jumps = self.jumps
+        return engine
 
 
 MAX_PREEMPTIONS = 40

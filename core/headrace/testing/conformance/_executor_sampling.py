@@ -68,6 +68,19 @@ class SamplingChecks(ExecutorFixture):
         assert emitted(result) == [want_b, want_a[1:4]]
         assert result.accepted.tolist() == [0, 2]
 
+    def test_drafts_after_several_tokens(self, rig: Rig) -> None:
+        """A row of tokens that are new and certain (a grammar forced them, say), and then drafts."""
+        self._need_drafts(rig)
+        prompt = self.prompts(rig.executor)[0]
+        plain = rig.generate(prompt, 6)
+        rig.free(0)
+        rig.prefill(prompt)
+        wrong = (plain[4] + 1) % rig.executor.model.vocab_size
+        result = rig.step(RigRow(seq=0, tokens=[*plain[:4], wrong], n_draft=2))
+        assert emitted(result) == [plain[3:5]]
+        tokens = plain[:5] + emitted(rig.step(RigRow(seq=0, tokens=plain[4:5])))[0]
+        assert tokens == plain
+
     # --- masks
 
     def test_mask_leaves_only_what_it_allows(self, rig: Rig) -> None:
