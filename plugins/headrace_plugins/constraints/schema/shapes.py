@@ -117,6 +117,14 @@ class ShapeTable(Protocol):
         """The shapes of a node, in the order written; empty: no value at all is allowed."""
         ...
 
+    def both(self, *nodes: Node) -> Node:
+        """The values that are in each of these."""
+        ...
+
+    def outside(self, node: Node) -> Node:
+        """The values that are not in this."""
+        ...
+
     def where(self, node: Node) -> str:
         """JSON pointer of the schema that the node came from, for error texts ("#/properties/a")."""
         ...

@@ -1,0 +1,120 @@
+"""JSON Schema to shapes: every keyword gets its exact meaning or is refused by name.
+
+read_schema -> Library (documents, references) -> Table (nodes) -> Reader.expand per schema -> unions of shapes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.errors import RequestError
+from headrace_plugins.constraints.patterns import parse_pattern
+from headrace_plugins.constraints.regex import Regex
+from headrace_plugins.constraints.schema.applicators import in_place, target_of
+from headrace_plugins.constraints.schema.documents import Library, Place, Resource
+from headrace_plugins.constraints.schema.drafts import DRAFTS, draft_names, draft_of
+from headrace_plugins.constraints.schema.expressions import ALL, NONE, At
+from headrace_plugins.constraints.schema.facts import base_facts
+from headrace_plugins.constraints.schema.limits import Budget, SchemaLimits
+from headrace_plugins.constraints.schema.located import Schema
+from headrace_plugins.constraints.schema.shapes import Documents, Node
+from headrace_plugins.constraints.schema.table import Table, error_with_pointer
+from headrace_plugins.constraints.schema.unevaluated import with_unevaluated
+
+_BESIDE_REFERENCE = frozenset({"$ref", "$schema", "$id", "$anchor", "$defs", "definitions"})
+"""A schema with only these is what it refers to."""
+
+
+def read_schema(
+    schema: object,
+    *,
+    draft: str | int | None = None,
+    documents: Documents | None = None,
+    assert_formats: bool = False,
+    lenient: bool = False,
+    limits: SchemaLimits | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Table:
+    """What a JSON schema allows, as a ShapeTable.
+
+    schema: parsed JSON; numbers may be int, float or Decimal. draft: "4", "6", "7", "2019-09", "2020-12" (default) or
+    a metaschema URI, for a schema without `$schema`. documents: URI -> schema, for references; the network is never
+    asked. assert_formats: `format` is a constraint, not an annotation. lenient: keywords that can't be kept are dropped
+    so that the table allows more than the schema, and listed in `problems`; otherwise the first one raises.
+
+    Raises RequestError: HR-CONSTRAINT-02 the schema is wrong, -03 a keyword can't be enforced, -04 a limit is exceeded,
+    -06 cancelled. Unions are worked out when asked for, so `table.union` may raise the same.
+    """
+    default = DRAFTS[-1] if draft is None else draft_of(draft)
+    if default is None:
+        raise RequestError("HR-CONSTRAINT-02", f"draft {draft!r} of JSON Schema is unknown", f"known: {draft_names()}")
+    budget = Budget(limits or SchemaLimits(), cancelled)
+    library = Library(schema, default, documents or {}, budget)
+    reader = Reader(library, budget, assert_formats)
+    table = reader.table = Table(reader.expand, budget, lenient)
+    table.root = reader.node_of(library.root, ())
+    table.union(table.root)
+    return table
+
+
+class Reader:
+    """Reads schemas of one library into one table, each when it is needed."""
+
+    table: Table
+
+    def __init__(self, library: Library, budget: Budget, assert_formats: bool) -> None:
+        self.library = library
+        self.assert_formats = assert_formats
+        self._budget = budget
+        self._patterns: dict[str, Regex] = {}
+
+    def node_of(self, place: Place, scope: tuple[Resource, ...]) -> Node:
+        """The node of a schema; a mere reference is its target."""
+        seen: set[Place] = set()
+        while True:
+            if isinstance(place.schema, bool):
+                return ALL if place.schema else NONE
+            if place.resource.dynamic and place.resource not in scope:
+                scope = (*scope, place.resource)
+            if place in seen or "$ref" not in place.schema or not _is_reference(place):
+                return self.table.node(At(place, scope))
+            seen.add(place)
+            place = self.library.resolve(place.schema["$ref"], place.resource, f"{place.pointer}/$ref")[0]
+
+    def expand(self, at: At) -> Node:
+        """The node that says what a schema's keywords mean."""
+        schema = Schema(self, at)
+        if "$ref" in schema and at.place.resource.draft.ref_alone:
+            return target_of(schema, "$ref")
+        parts: list[Node] = []
+        base = base_facts(schema)
+        for keyword in schema:
+            if keyword == "properties":
+                # Members of `allOf` and `$ref` come before or behind these, as they are written.
+                parts.append(base)
+            parts += in_place(schema, keyword)
+        if base not in parts:
+            parts.insert(0, base)
+        return with_unevaluated(schema, self.table.both(*parts))
+
+    def pattern(self, text: str, pointer: str, keyword: str, *, search: bool = True) -> Regex | None:
+        """The language of a pattern at `pointer`; None where it was dropped."""
+        key = f"{search}{text}"
+        if key not in self._patterns:
+            self._budget.ask()
+            try:
+                self._patterns[key] = parse_pattern(text, search=search, dialect="ecma")
+            except RequestError as error:
+                if error.code != "HR-CONSTRAINT-03":
+                    raise error_with_pointer(error, pointer) from None
+                self.table.drop(pointer, keyword, error.message)
+                return None
+        return self._patterns[key]
+
+
+def _is_reference(place: Place) -> bool:
+    assert isinstance(place.schema, dict)
+    draft = place.resource.draft
+    if "$ref" not in draft.forms or not isinstance(place.schema["$ref"], str):
+        return False
+    return draft.ref_alone or all(key in _BESIDE_REFERENCE or key not in draft.forms for key in place.schema)
