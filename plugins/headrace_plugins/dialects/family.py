@@ -93,3 +93,8 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 def repeated(call: Expression, choice: ToolChoice, between: Expression) -> Expression:
     """The call, or where the choice allows several, one or more of it."""
     return {"many": call, "between": between, "min": 1, "max": None} if choice.parallel else call
+
+
+def any_of(expressions: Seq[Expression]) -> Expression:
+    """One of these."""
+    return expressions[0] if len(expressions) == 1 else {"any": list(expressions)}

@@ -19,7 +19,7 @@ class Hermes(Family):
     think = ("<think>", "</think>")
     triggers = (BEGIN,)
     shown = (BEGIN, END, "<think>", "</think>")
-    ends = ("<|im_end|>", "<|endoftext|>")
+    ends: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return repeated(json_calls(tools, {"special": BEGIN}, {"special": END}), choice, "\n")
