@@ -41,3 +41,34 @@ def with_ids(messages: Seq[Message], made: Callable[[str, str, int], str]) -> li
             changed["tool_call_id"] = ids.get(old, old)
         adapted.append(changed)
     return adapted
+
+
+def one_call_each(messages: Seq[Message]) -> list[Message]:
+    """Messages with at most one call: where there are several, each gets a message of its own, and its result comes
+    right behind it."""
+    split: list[Message] = []
+    moved: set[Any] = set()
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            split += [] if message.get("tool_call_id") in moved else [message]
+        elif len(calls) < 2:
+            split.append(message)
+            moved = set()
+        else:
+            results = _results(messages[i + 1 :])
+            moved = {call.get("id") for call in calls}
+            for n, call in enumerate(calls):
+                shown = message if n == 0 else {"role": message["role"], "content": ""}
+                split += [{**shown, "tool_calls": [call]}, *results.get(call.get("id"), [])]
+    return split
+
+
+def _results(messages: Seq[Message]) -> dict[Any, list[Message]]:
+    """Results right behind a message with calls, by id."""
+    found: dict[Any, list[Message]] = {}
+    for message in messages:
+        if message["role"] != "tool":
+            break
+        found.setdefault(message.get("tool_call_id"), []).append(message)
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.dialogue import Message, Tool, ToolChoice
 from headrace_plugins.dialects.expressions import json_call, python_list
 from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, with_objects
+from headrace_plugins.dialects.history import one_call_each
 from headrace_plugins.dialects.lists import read_list, read_python_call
 from headrace_plugins.dialects.reading import Broken, CallReader, Steps
 from headrace_plugins.dialects.values import scalar
@@ -38,18 +39,7 @@ class Llama3(Family):
     def adapt(self, messages: Seq[Mapping[str, Any]], tools: Seq[Tool]) -> list[Message]:
         """The templates refuse messages with several calls: each call gets a message of its own, and its result comes
         at once."""
-        adapted = [with_objects(message) for message in messages]
-        split: list[Message] = []
-        for i, message in enumerate(adapted):
-            calls = message.get("tool_calls") or ()
-            if len(calls) < 2:
-                split += [] if message.get("tool_call_id") in _split_ids(adapted[:i]) else [message]
-                continue
-            results = _results(adapted[i + 1 :])
-            for n, call in enumerate(calls):
-                split.append({**message, "content": "" if n else message["content"], "tool_calls": [call]})
-                split += results.get(call.get("id"), [])
-        return split
+        return one_call_each([with_objects(message) for message in messages])
 
 
 class LlamaPythonic(Llama3):
@@ -144,22 +134,3 @@ class LlamaCalls(CallReader):
         if not isinstance(name, str) or name not in self._schemas:
             raise Broken
         return name
-
-
-def _results(messages: Seq[Message]) -> dict[Any, list[Message]]:
-    """Results right behind a message with calls, by id."""
-    found: dict[Any, list[Message]] = {}
-    for message in messages:
-        if message["role"] != "tool":
-            break
-        found.setdefault(message.get("tool_call_id"), []).append(message)
-    return found
-
-
-def _split_ids(before: Seq[Message]) -> set[Any]:
-    """Ids of several calls in one message whose results come right behind `before`."""
-    for message in reversed(before):
-        if message["role"] != "tool":
-            calls = message.get("tool_calls") or ()
-            return {call.get("id") for call in calls} if len(calls) > 1 else set()
-    return set()
