@@ -1,43 +1,34 @@
-"""`Chat`: a conversation with a model, rendered with its chat template anew each turn."""
+"""`Chat`: a conversation with a model, rendered anew each turn; and the loop that runs the tools it calls."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, RequestError
-from headrace.llm import LLM, Job, Params, prefixed
-from headrace.runner import Handle
+from headrace.answers import ChatChunk, Reading, Reply, job_for
+from headrace.calls import Caller, ToolResult, text_of
+from headrace.dialogue import ChatFormat, Message, ToolChoice, Turn
+from headrace.errors import AnswerError, ConfigError, RequestError
+from headrace.llm import LLM, Params
+from headrace.schemas import Expected, expected
 from headrace.textfile import expanded, is_template, read_text
-from headrace.types import Chunk, Output
+from headrace.tools import Tool, choice_of, toolbox
+from headrace.types import FinishReason, Usage
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.runner import Handle
 
-Message = dict[str, Any]
-
-KEPT = ("stop", "length")
+KEPT = ("stop", "length", "tool_calls")
 """An answer that ends otherwise (abort, deadline, error) leaves the history as it was."""
-
-
-class ChatFormat(Protocol):
-    """What a dialect's `chat_format(source, origin, tokenizer)` gives: messages to a prompt, and back. Any thread."""
-
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], prefill: str = "", arguments: Mapping[str, Any] | None = None
-    ) -> tuple[str, list[int]]:
-        """(text, ids) that asks for the next assistant message, which is to begin with `prefill`. arguments: extra
-        template variables. Raises RequestError for messages that the template refuses, ModelError for a bad template.
-        """
-        ...
-
-    def parse(self, text: str, prefill: str = "", arguments: Mapping[str, Any] | None = None) -> Message:
-        """The assistant message that an answer is; text: all of it, `prefill` included. Has role and content, and where
-        the dialect tells them apart "reasoning_content" and "tool_calls"."""
-        ...
 
 
 def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> ChatFormat:
@@ -56,8 +47,53 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Cha
     source, origin = given or _own_template(llm, needed=not entry.spec.match)
     if missing := missing_packages(entry.spec):
         raise needs(entry, missing)
-    made: ChatFormat = llm.catalog.load_object(entry.spec.factory, entry)().chat_format(source, origin, llm.tokenizer)
-    return made
+    model = llm.pipeline.model
+    dialect = llm.catalog.load_object(entry.spec.factory, entry)()
+    made: ChatFormat
+    try:
+        made = dialect.chat_format(
+            source, origin, llm.tokenizer,
+            architecture=model.architecture, name=model.uri, family=llm.pipeline.config.chat.get("dialect"),
+        )  # fmt: skip
+    except TypeError:
+        made = _Older(dialect.chat_format(source, origin, llm.tokenizer))
+    return made if hasattr(made, "parser") else _Older(made)
+
+
+class _Older:
+    name = ""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def prompt(self, messages: Any, turn: Any = None) -> Any:
+        from headrace.dialogue import Prompt
+
+        turn = turn or Turn()
+        text, ids = self._made.prompt(messages, turn.prefill, turn.arguments)
+        return Prompt(text, ids, turn.schema)
+
+    def parser(self, prompt: Any, turn: Any = None) -> Any:
+        made, turn = self._made, turn or Turn()
+
+        class Parser:
+            text = ""
+            said = turn.prefill
+
+            def push(self, text: str) -> Any:
+                from headrace.dialogue import Delta
+
+                self.text += text
+                text, self.said = self.said + text, ""
+                return [Delta(content=text)] if text else []
+
+            def finish(self) -> Any:
+                return []
+
+            def message(self) -> Any:
+                return made.parse(turn.prefill + self.text, turn.prefill, turn.arguments)
+
+        return Parser()
 
 
 def has_template(llm: LLM) -> bool:
@@ -106,11 +142,21 @@ class Chat:
 
     model: an LLM to share, or what LLM takes (then `close()` closes it). system: the system message, else the config's
     [chat] system. template: see `chat_format` for the order. max_turns: older user-assistant pairs are forgotten.
-    arguments: extra template variables, such as `enable_thinking`, or what else the model's dialect takes (`tools`).
-    An answer is kept in the history as its dialect reads it: reasoning and tool calls apart from the content.
+    arguments: extra template variables. An answer is kept in the history as its dialect reads it: reasoning and tool
+    calls apart from the content.
+
+    tools: callables, `Tool`s, or dicts of the Chat Completions API. tool_choice: "auto", "none", "required" or a name;
+    parallel: may one answer hold several calls? Calls are run at once, their results go back to the model, and it
+    answers again, at most `max_tool_rounds` times (then AnswerError HR-TOOL-05; what was done is in the history, and
+    `resume()` goes on). A call that fails, or takes longer than `tool_timeout_s` (None: no bound), has the error as its
+    result. "required" and names hold for the first round only. Calls of tools without a function end the answer with
+    finish_reason "tool_calls"; `resume(results)` goes on.
+
+    thinking: True, False, or the model's default. thinking_budget: most tokens of reasoning. schema: what the content
+    of answers must be, see `LLM.generate`; `Reply.parsed` is the value.
 
     One answer at a time: HR-CHAT-03 while another is under way. An answer that fails or is stopped leaves the history
-    unchanged.
+    unchanged, whatever its tools did.
     """
 
     def __init__(
@@ -119,12 +165,29 @@ class Chat:
         system: str | None = None,
         template: str | os.PathLike[str] | None = None,
         *,
+        tools: Iterable[Tool | Callable[..., Any] | Mapping[str, Any]] = (),
+        tool_choice: str = "auto",
+        parallel: bool = True,
+        max_tool_rounds: int = 8,
+        tool_timeout_s: float | None = 30.0,
+        thinking: bool | None = None,
+        thinking_budget: int | None = None,
+        schema: Any = None,
         max_turns: int | None = None,
         arguments: Mapping[str, Any] | None = None,
         **llm_options: Any,
     ) -> None:
-        if max_turns is not None and max_turns < 1:
-            raise RequestError("HR-REQUEST-01", f"max_turns = {max_turns!r} is not allowed", "max_turns must be >= 1")
+        _at_least("max_turns", max_turns, 1)
+        _at_least("max_tool_rounds", max_tool_rounds, 1)
+        _at_least("thinking_budget", thinking_budget, 0)
+        if tool_timeout_s is not None and not tool_timeout_s > 0:
+            raise RequestError("HR-REQUEST-01", f"tool_timeout_s = {tool_timeout_s!r} is not allowed", "give > 0")
+        self.tools: Mapping[str, Tool] = toolbox(tools)
+        self.tool_choice, self.parallel = tool_choice, parallel
+        choice_of(tool_choice, parallel, self.tools)
+        self.max_tool_rounds = max_tool_rounds
+        self.thinking, self.thinking_budget = thinking, thinking_budget
+        self._expected = None if schema is None else expected(schema)
         self._owned = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **llm_options)
         try:
@@ -136,43 +199,108 @@ class Chat:
         self.system: str | None = system if system is not None else configured
         self.max_turns = max_turns
         self.arguments = dict(arguments or {})
+        self._caller = Caller(self.tools, tool_timeout_s)
         self._turns: list[Message] = []
         self._busy = threading.Lock()
 
     @property
     def history(self) -> list[Message]:
-        """A copy of the messages, the system message first. Assign a list to restore a conversation."""
-        return self._messages(self._turns)
+        """A copy of the messages, the system message first: plain data. Assign a list to restore a conversation."""
+        return copy.deepcopy(self._messages(self._turns))
 
     @history.setter
     def history(self, messages: Iterable[Mapping[str, Any]]) -> None:
         checked = check_messages(list(messages), empty_ok=True)
         system = checked.pop(0)["content"] if checked and checked[0]["role"] == "system" else None
-        self.system, self._turns = system, checked
+        self.system, self._turns = system, copy.deepcopy(checked)
 
     def reset(self) -> None:
         """Forget every message but the system's."""
         self._turns = []
 
-    def ask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
-        """Answer a user message. The text begins with `prefill`, which the model is made to continue."""
-        return self.stream(text, params, prefill).result()
+    def ask(
+        self,
+        text: str | None,
+        params: Params | None = None,
+        prefill: str = "",
+        *,
+        schema: Any = None,
+        tool_choice: str | None = None,
+    ) -> Reply:
+        """Answer a user message; None: answer the history as it is, whose last message is the user's or a tool's.
 
-    def stream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
+        The text begins with `prefill`, which the model is made to continue. schema, tool_choice: instead of the chat's.
+        """
+        return self.stream(text, params, prefill, schema=schema, tool_choice=tool_choice).result()
+
+    def stream(
+        self,
+        text: str | None,
+        params: Params | None = None,
+        prefill: str = "",
+        *,
+        schema: Any = None,
+        tool_choice: str | None = None,
+    ) -> Answer:
         """The answer's chunks as they come, sync or async. Dropping the answer stops it."""
-        answer = Answer(self, text, prefill)
-        with answer._starting():
-            answer._handle = self.llm.start(self._job(answer, params))
+        answer = Answer(_Rounds(self, text, params, prefill, schema, tool_choice))
+        with answer._starting() as step:
+            answer._value = step.now()
         return answer
 
-    async def aask(self, text: str, params: Params | None = None, prefill: str = "") -> Output:
-        return await (await self.astream(text, params, prefill)).aresult()
+    async def aask(self, text: str | None, params: Params | None = None, prefill: str = "", **options: Any) -> Reply:
+        """`ask` without blocking the event loop, in which async tools run then."""
+        return await (await self.astream(text, params, prefill, **options)).aresult()
 
-    async def astream(self, text: str, params: Params | None = None, prefill: str = "") -> Answer:
-        answer = Answer(self, text, prefill)
-        with answer._starting():
-            answer._handle = await self.llm.astart(self._job(answer, params))
+    async def astream(
+        self,
+        text: str | None,
+        params: Params | None = None,
+        prefill: str = "",
+        *,
+        schema: Any = None,
+        tool_choice: str | None = None,
+    ) -> Answer:
+        answer = Answer(_Rounds(self, text, params, prefill, schema, tool_choice))
+        with answer._starting() as step:
+            answer._value = await step.later()
         return answer
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Calls of the last answer that have no result yet."""
+        return _pending(self._turns)
+
+    def add_results(self, results: Mapping[str, Any] | Seq[Any]) -> None:
+        """Results of the pending calls, all of them: by id, or in the order of the calls. Text is taken as it is,
+        anything else as JSON. Raises RequestError HR-TOOL-06."""
+        calls = self.pending()
+        ids = [call["id"] for call in calls]
+        given = dict(results) if isinstance(results, Mapping) else dict(zip(ids, results, strict=False))
+        if isinstance(results, str) or len(results) != len(ids) or set(given) != set(ids):
+            got = list(results) if isinstance(results, Mapping) else f"{len(results)} results"
+            message = f"the pending calls are {ids}, given were {got!s:.200}"
+            raise RequestError("HR-TOOL-06", message, "give one result for each, in order or by id")
+        if calls:
+            start = max(i for i, message in enumerate(self._turns) if message["role"] == "assistant")
+            order = [call["id"] for call in self._turns[start]["tool_calls"]]
+            made = [ToolResult(call["id"], call["function"]["name"], text_of(given[call["id"]])) for call in calls]
+            told = [*self._turns[start + 1 :], *(result.message for result in made)]
+            told.sort(key=lambda message: order.index(message["tool_call_id"]))
+            self._turns = [*self._turns[: start + 1], *told]
+
+    def resume(
+        self, results: Mapping[str, Any] | Seq[Any] = (), params: Params | None = None, *, schema: Any = None
+    ) -> Reply:
+        """Go on after the results of pending calls (see `add_results`), without a new user message. To stream:
+        `add_results(results)`, then `stream(None)`."""
+        self.add_results(results)
+        return self.ask(None, params, schema=schema)
+
+    async def aresume(
+        self, results: Mapping[str, Any] | Seq[Any] = (), params: Params | None = None, *, schema: Any = None
+    ) -> Reply:
+        self.add_results(results)
+        return await self.aask(None, params, schema=schema)
 
     def close(self) -> None:
         """Close the LLM, if this chat made it."""
@@ -185,128 +313,321 @@ class Chat:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _job(self, answer: Answer, params: Params | None) -> Job:
-        messages = [*self._messages(self._latest()), answer.message]
-        prompt, ids = self._format.prompt(messages, answer.prefill, self.arguments)
-        return self.llm.request(ids, self.llm.resolve(params), prompt)
-
     def _messages(self, turns: list[Message]) -> list[Message]:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [dict(message) for message in (*first, *turns)]
 
-    def _latest(self) -> list[Message]:
-        """The turns that a next answer sees: max_turns - 1 pairs, from a user message on."""
+    def _latest(self, n_new: int) -> list[Message]:
+        """The turns that a next answer sees: max_turns pairs with the new user messages, from a user message on."""
         if self.max_turns is None:
             return self._turns
         starts = [i for i, message in enumerate(self._turns) if message["role"] == "user"]
-        n_forgotten = max(0, len(starts) - (self.max_turns - 1))
+        n_forgotten = max(0, len(starts) - (self.max_turns - n_new))
         return self._turns[[*starts, len(self._turns)][n_forgotten] :] if n_forgotten else self._turns
 
-    def _keep(self, message: Message, output: Output, prefill: str) -> None:
-        self._turns = [*self._latest(), message, self._format.parse(output.text, prefill, self.arguments)]
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Something to wait for, either way."""
+
+    now: Callable[[], Any]
+    later: Callable[[], Awaitable[Any]]
 
 
 class Answer:
-    """One answer under way; an iterator of chunks that ends with the history extended."""
+    """One answer under way, with all its rounds; an iterator of chunks that ends with the history extended."""
 
-    def __init__(self, chat: Chat, text: str, prefill: str) -> None:
-        self._held = False
-        if not isinstance(text, str):
+    def __init__(self, rounds: _Rounds) -> None:
+        self._rounds = rounds
+        self._steps = rounds.run()
+        self._value: Any = None
+        """What the step under way waited for."""
+        self._waiting: _Wait | None = None
+        self._failure: Exception | None = None
+
+    def result(self) -> Reply:
+        """Wait for the whole answer. Raises what made it fail."""
+        self._rounds.whole = True
+        try:
+            for _ in self:
+                pass
+        finally:
+            self._rounds.release()
+        return self._replied()
+
+    async def aresult(self) -> Reply:
+        self._rounds.whole = True
+        try:
+            async for _ in self:
+                pass
+        finally:
+            self._rounds.release()
+        return self._replied()
+
+    def cancel(self) -> None:
+        """Stop the answer, and wait no more for a tool that runs; the history stays as it was before it. Any thread,
+        and handlers of signals."""
+        self._rounds.cancel()
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> ChatChunk:
+        while True:
+            try:
+                if isinstance(step := self._next(), ChatChunk):
+                    return step
+                self._value, self._waiting = step.now(), None
+            except Exception as error:
+                self._ended(error)
+                raise
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> ChatChunk:
+        while True:
+            try:
+                if isinstance(step := self._next(), ChatChunk):
+                    return step
+                self._value, self._waiting = await step.later(), None
+            except StopIteration as end:
+                self._ended(end)
+                raise StopAsyncIteration from None
+            except Exception as error:
+                self._ended(error)
+                raise
+
+    def __del__(self) -> None:
+        self._rounds.release()
+        self._steps.close()
+
+    def _next(self) -> _Wait | ChatChunk:
+        """What comes next. What was waited for when ^C came is waited for again."""
+        if self._waiting is not None:
+            return self._waiting
+        value, self._value = self._value, None
+        step = self._steps.send(value)
+        if isinstance(step, _Wait):
+            self._waiting = step
+        return step
+
+    def _ended(self, error: Exception) -> None:
+        self._rounds.release()
+        if not isinstance(error, StopIteration):
+            self._failure = error
+
+    def _replied(self) -> Reply:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        assert self._rounds.reply is not None
+        return self._rounds.reply
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[_Wait]:
+        """An answer that could not start is over at once; its traceback may live on."""
+        try:
+            step = self._next()
+            assert isinstance(step, _Wait)
+            yield step
+            self._waiting = None
+        except BaseException:
+            self._rounds.release()
+            raise
+
+
+class _Rounds:
+    """What happens in an answer, as steps to wait for and chunks to show. Whoever drives it may block or not.
+
+    Not part of `Answer`: a generator and its object keep each other, and an answer that is dropped must end at once.
+    """
+
+    def __init__(
+        self, chat: Chat, text: str | None, params: Params | None, prefill: str, schema: Any, tool_choice: str | None
+    ) -> None:
+        if text is not None and not isinstance(text, str):
             raise RequestError("HR-CHAT-04", f"a message must be text, not {type(text).__name__}")
+        self._choice = choice_of(chat.tool_choice if tool_choice is None else tool_choice, chat.parallel, chat.tools)
+        self._expected: Expected | None = chat._expected if schema is None else expected(schema)
         if not chat._busy.acquire(blocking=False):
             raise RequestError(
                 "HR-CHAT-03", "this chat is answering already", "wait for that answer, or use a second Chat on the LLM"
             )
         self._held = True
         self._chat = chat
+        self._params = params
+        self._prefill = prefill
+        self._asked: list[Message] = [] if text is None else [{"role": "user", "content": text}]
         self._handle: Handle | None = None
-        self.message: Message = {"role": "user", "content": text}
-        self.prefill = prefill
-        self._prefilled = not prefill
-
-    def result(self) -> Output:
-        """Wait for the whole answer. Raises what made it fail."""
-        assert self._handle is not None
-        try:
-            return self._finish(self._handle.result())
-        finally:
-            self._release()
-
-    async def aresult(self) -> Output:
-        assert self._handle is not None
-        try:
-            return self._finish(await self._handle.aresult())
-        finally:
-            self._release()
+        self._cancelled = False
+        self.whole = False
+        """Nobody looks at chunks any more."""
+        self.reply: Reply | None = None
 
     def cancel(self) -> None:
-        """Stop the answer; the history stays as it was before it."""
-        if self._handle is not None:
-            self._handle.cancel()
+        if self._held:
+            self._cancelled = True
+            if self._handle is not None:
+                self._handle.cancel()
+            self._chat._caller.cancel()
 
-    def __iter__(self) -> Answer:
-        return self
-
-    def __next__(self) -> Chunk:
-        assert self._handle is not None
-        if not self._prefilled:
-            return self._begin()
-        try:
-            return self._passed(next(self._handle))
-        except Exception:  # the end, or a failure
-            self._release()
-            raise
-
-    def __aiter__(self) -> Answer:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        assert self._handle is not None
-        if not self._prefilled:
-            return self._begin()
-        try:
-            return self._passed(await self._handle.__anext__())
-        except Exception:
-            self._release()
-            raise
-
-    def __del__(self) -> None:
-        self._release()
-
-    def _begin(self) -> Chunk:
-        self._prefilled = True
-        return Chunk(0, self.prefill, ())
-
-    def _passed(self, chunk: Chunk) -> Chunk:
-        if chunk.finish_reason is not None and self._handle is not None and self._handle.done and self._held:
-            try:
-                if chunk.finish_reason != "error":
-                    self._finish(self._handle.result())
-            finally:
-                self._release()
-        return chunk
-
-    def _finish(self, output: Output) -> Output:
-        if output.error is not None:
-            raise output.error
-        output = prefixed(output, self.prefill) if self.prefill else output
-        if self._held and output.finish_reason in KEPT:
-            self._chat._keep(self.message, output, self.prefill)
-        return output
-
-    @contextlib.contextmanager
-    def _starting(self) -> Iterator[None]:
-        """An answer that could not start is over at once; its traceback may live on."""
-        try:
-            yield
-        except BaseException:
-            self._release()
-            raise
-
-    def _release(self) -> None:
+    def release(self) -> None:
         if self._held:
             self._held = False
             self._chat._busy.release()
+
+    def run(self) -> Generator[_Wait | ChatChunk, Any, None]:
+        self._check()
+        chat, said, rounds, results = self._chat, list[Message](), list[Reply](), list[ToolResult]()
+        for number in count():
+            reply, last = yield from self._round(number, said)
+            rounds.append(reply)
+            reason: FinishReason | None = reply.finish_reason
+            calls = reply.tool_calls
+            own = [call for call in calls if self._is_own(call)] if reason == "stop" else []
+            if own and number == chat.max_tool_rounds:
+                raise self._too_many(said, rounds, results)
+            if reason == "length" and calls:
+                reply.message["incomplete"] = True
+            said.append(reply.message)
+            if reason == "stop" and calls:
+                reason = "tool_calls" if len(own) < len(calls) else None
+            if own:
+                yield from _shown(last, None)
+                found = yield _Wait(partial(chat._caller.run, own), partial(chat._caller.arun, own))
+                if found is None or self._cancelled:
+                    found, reason = [], "abort"
+                results += found
+                said += [result.message for result in found]
+                last = None
+                if found:
+                    yield ChatChunk(0, "", (), None, (), tuple(found))
+            if reason is not None:
+                break
+        self.reply = replace(_joined(rounds), finish=reason, messages=tuple(said), results=tuple(results))
+        if reason in KEPT:
+            self._keep(said)
+        self.release()
+        yield from _shown(last or ChatChunk(0, "", ()), reason)
+
+    def _check(self) -> None:
+        calls, turns = self._chat.pending(), self._chat._turns
+        if calls:
+            help = "give their results with resume(results), or add_results; or reset()"
+            raise RequestError("HR-TOOL-06", f"calls of {_names(calls)} have no result yet", help)
+        if not self._asked and (not turns or turns[-1]["role"] not in ("user", "tool")):
+            raise RequestError("HR-CHAT-08", "there is nothing to answer: no message came after the last answer", "ask")
+
+    def _round(
+        self, number: int, said: list[Message]
+    ) -> Generator[_Wait | ChatChunk, Any, tuple[Reply, ChatChunk | None]]:
+        """One answer of the model, and its last chunk, which is shown when it is known what follows."""
+        chat, llm = self._chat, self._chat.llm
+        turn = self._turn(number)
+        messages = sayable(chat._messages([*chat._latest(len(self._asked)), *self._asked, *said]))
+        job, prompt = job_for(llm, chat._format, messages, turn, self._params)
+        self._handle = handle = yield _Wait(partial(llm.start, job), partial(llm.astart, job))
+        if self._cancelled:
+            handle.cancel()
+        reading = Reading(chat._format.parser, prompt, turn, job[0].params.n)
+        last = reading.begin()
+        while not self.whole:
+            if last is not None:
+                if last.finish_reason is not None and handle.done:
+                    break
+                yield last
+            chunk = yield _Wait(partial(next, handle, None), partial(anext, handle, None))
+            if chunk is None:
+                last = None
+                break
+            last = reading.chunk(chunk)
+        output = yield _Wait(handle.result, handle.aresult)
+        if output.error is not None:
+            yield from _shown(last, "error")
+            raise output.error
+        return reading.reply(output, self._expected), last
+
+    def _turn(self, number: int) -> Turn:
+        """What is asked for in this round: calls can be required in the first one only."""
+        chat, choice = self._chat, self._choice
+        if number and choice.mode == "required":
+            choice = ToolChoice(parallel=choice.parallel)
+        return Turn(
+            prefill="" if number else self._prefill,
+            tools=tuple(tool.schema for tool in chat.tools.values()),
+            choice=choice,
+            thinking=chat.thinking,
+            thinking_budget=chat.thinking_budget,
+            schema=self._expected.grammar if self._expected is not None else None,
+            arguments=chat.arguments,
+        )
+
+    def _is_own(self, call: Mapping[str, Any]) -> bool:
+        """Is the call run here? One of an unknown tool is answered with an error."""
+        tool = self._chat.tools.get(call["function"]["name"])
+        return tool is None or tool.function is not None
+
+    def _too_many(self, said: list[Message], rounds: list[Reply], results: list[ToolResult]) -> AnswerError:
+        self._keep(said)
+        return AnswerError(
+            "HR-TOOL-05",
+            f"after {len(rounds) - 1} rounds of tools the model calls {_names(rounds[-1].tool_calls)} again",
+            "raise max_tool_rounds, or go on with chat.resume(): the history holds what was done",
+            output=replace(_joined(rounds), messages=tuple(said), results=tuple(results)),
+        )
+
+    def _keep(self, said: list[Message]) -> None:
+        if self._held:
+            self._chat._turns = [*self._chat._latest(len(self._asked)), *self._asked, *said]
+
+
+def _shown(chunk: ChatChunk | None, reason: FinishReason | None) -> Iterator[ChatChunk]:
+    """A last chunk with what is known now; nothing, if it says nothing."""
+    if chunk is not None and (reason is not None or chunk.deltas or chunk.token_ids):
+        yield replace(chunk, finish_reason=reason)
+
+
+def _names(calls: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(call["function"]["name"] for call in calls)
+
+
+def _joined(rounds: list[Reply]) -> Reply:
+    """The last round, with the usage of all."""
+    usages = [each.usage for each in rounds]
+    total = Usage(*(sum(getattr(usage, name) for usage in usages) for name in Usage.__slots__))
+    return replace(rounds[-1], usage=total, rounds=tuple(rounds))
+
+
+def _pending(turns: Seq[Message]) -> list[dict[str, Any]]:
+    answered = set()
+    for message in reversed(turns):
+        if message["role"] != "tool":
+            calls = [] if message.get("incomplete") else message.get("tool_calls") or []
+            return [call for call in calls if call.get("id") not in answered]
+        answered.add(message.get("tool_call_id"))
+    return []
+
+
+def sayable(messages: Iterable[Message]) -> list[Message]:
+    """The messages as a dialect is told them: without calls that were cut off and never answered."""
+    messages = list(messages)
+    answered = {message.get("tool_call_id") for message in messages if message["role"] == "tool"}
+    found: list[Message] = []
+    for message in messages:
+        cut = message.get("incomplete")
+        told = {key: value for key, value in message.items() if key not in ("tool_calls", "incomplete")}
+        calls = [
+            {key: value for key, value in call.items() if key != "incomplete"}
+            for call in message.get("tool_calls") or ()
+            if not (cut or call.get("incomplete")) or call.get("id") in answered
+        ]
+        found.append({**told, "tool_calls": calls} if calls else {**told, "content": told.get("content") or ""})
+    return found
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise RequestError("HR-REQUEST-01", f"{name} = {value!r} is not allowed", f"{name} must be >= {least}")
 
 
 def check_messages(messages: Any, *, empty_ok: bool = False) -> list[Message]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_SEED = 20261017
 """Seed of a request that sets none: output repeats by default, between processes too. `seed="random"` opts out."""
 
-FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline", "tool_calls"]
 
 
 # --- models and machines ---------------------------------------------------------------------------------------------

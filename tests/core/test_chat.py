@@ -152,15 +152,15 @@ def test_stopped_and_dropped_answers_are_forgotten(llm: LLM) -> None:
 
 def test_template_precedence(llm: LLM, tmp_path: Path) -> None:
     messages = [user("hi")]
-    assert chat_format(llm).prompt(messages)[0].startswith("<|im_start|>")
+    assert chat_format(llm).prompt(messages).text.startswith("<|im_start|>")
     file = tmp_path / "own.jinja"
     file.write_text("file {{ messages[0].content }}")
-    assert chat_format(llm, file).prompt(messages)[0] == "file hi"
-    assert chat_format(llm, "inline {{ messages[0].content }}").prompt(messages)[0] == "inline hi"
+    assert chat_format(llm, file).prompt(messages).text == "file hi"
+    assert chat_format(llm, "inline {{ messages[0].content }}").prompt(messages).text == "inline hi"
     (tmp_path / "p.toml").write_text(f'model = "{TOY}"\n[chat]\ntemplate = "own.jinja"\nsystem = "sys"\n')
     with LLM(load_config(tmp_path / "p.toml")) as configured:
-        assert chat_format(configured).prompt(messages)[0] == "file hi"
-        assert chat_format(configured, "arg {{ 1 }}").prompt(messages)[0] == "arg 1"
+        assert chat_format(configured).prompt(messages).text == "file hi"
+        assert chat_format(configured, "arg {{ 1 }}").prompt(messages).text == "arg 1"
         assert Chat(configured).history == [{"role": "system", "content": "sys"}]
         assert Chat(configured, "mine").history[0]["content"] == "mine"
     with pytest.raises(ConfigError, match=r"template argument .*nowhere.jinja.* can't be read"):

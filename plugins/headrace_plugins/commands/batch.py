@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import EXIT_INTERRUPT, EXIT_OK, EXIT_REQUEST, HeadraceError, RequestError, did_you_mean
 from headrace.textfile import read_bytes
+from headrace_plugins.commands.grammar_args import grammar_of
 from headrace_plugins.commands.model_args import config_of, params_of, sampling_of
-from headrace_plugins.commands.run import as_json, make_job
+from headrace_plugins.commands.run import Asked, as_json, ask
 
 if TYPE_CHECKING:
     from headrace.llm import LLM, Job
-    from headrace.types import Output
+    from headrace.types import Grammar, Output
 
 _HEAD = b'{"id": '
 """How every record starts."""
@@ -48,6 +49,11 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
     options = {**sampling_of(args), "n": args.n, "logprobs": args.logprobs, "model": config.model}
     options["defaults"] = dict(config.sampling)
     options |= {"chat": args.chat, "system": args.system, "prefill": args.prefill, "echo": args.echo}
+    asked = {"thinking": args.thinking, "thinking_budget": args.thinking_budget, "dialect": args.dialect}
+    grammar = grammar_of(args)
+    if grammar is not None:
+        asked["constraint"] = [grammar.kind, grammar.text]
+    options |= {name: value for name, value in asked.items() if value is not None}
     salt = json.dumps(options, sort_keys=True)
     digests = [hashlib.sha256(f"{salt}\n{line}".encode("utf-8", "surrogateescape")).hexdigest()[:16] for line in lines]
     with Results(args.out, args.batch, digests) as results:
@@ -93,8 +99,12 @@ class _Batch:
     results: Results
     _ids: dict[str, int] = field(default_factory=dict)
     """Id -> line number of every line so far."""
-    _under_way: list[int] = field(default_factory=list)
+    _under_way: list[tuple[int, Asked]] = field(default_factory=list)
     """Line index of each job handed out."""
+    _grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        self._grammar = grammar_of(self.args)
 
     def __len__(self) -> int:
         """Lines to do, for the progress bar."""
@@ -115,21 +125,21 @@ class _Batch:
             if index in self.results.done:
                 continue
             try:
-                job = self._job(item)
+                asked = self._job(item)
             except HeadraceError as error:
                 self.results.add(index, name, {"error": _error(error)})
                 continue
             self.results.names[index] = name
-            self._under_way.append(index)
-            yield job
+            self._under_way.append((index, asked))
+            yield asked.job
 
     def ended(self, number: int, output: Output) -> None:
-        index = self._under_way[number]
+        index, asked = self._under_way[number]
         name = self.results.names.pop(index)
         if output.error is not None:
             self.results.add(index, name, {"error": _error(output.error)})
         elif output.finish_reason != "abort":  # an aborted one is to be done again
-            self.results.add(index, name, as_json(self.llm.echoed(output) if self.args.echo else output))
+            self.results.add(index, name, as_json(asked.read(self.llm, output, self.args.echo)))
 
     def _id(self, item: dict[str, Any], index: int) -> str | int | None:
         name = item.pop("id", None)
@@ -142,9 +152,9 @@ class _Batch:
             raise RequestError("HR-BATCH-02", f"id {name!r} was used in line {first + 1} already", "ids must differ")
         return name
 
-    def _job(self, item: dict[str, Any]) -> Job:
+    def _job(self, item: dict[str, Any]) -> Asked:
         from headrace.chat import check_messages
-        from headrace.types import Grammar, SamplingParams, field_names
+        from headrace.types import SamplingParams, field_names
 
         given = [name for name in _PROMPTS if name in item]
         if len(given) != 1:
@@ -160,18 +170,18 @@ class _Batch:
                 help = f"{did_you_mean(key, (*known, *_PROMPTS))}known: id, {', '.join((*_PROMPTS, *known))}"
                 raise RequestError("HR-BATCH-02", f"unknown key {key!r}", help)
         if isinstance(item.get("constraint"), dict):
-            item["constraint"] = _typed(Grammar, item["constraint"], "constraint")
+            item["constraint"] = _constraint(item["constraint"])
         if isinstance(item.get("logit_bias"), dict):  # JSON has no integer keys
             item["logit_bias"] = {_int(key): bias for key, bias in item["logit_bias"].items()}
-        base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs)
+        base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs, constraint=self._grammar)
         params = _typed(SamplingParams, {name: getattr(base, name) for name in known} | item, "the line")
         if given[0] == "messages":
-            return make_job(self.llm, self.args, params, messages=check_messages(value))
+            return ask(self.llm, self.args, params, messages=check_messages(value))
         wanted = str if given[0] == "prompt" else list
         if not isinstance(value, wanted):
             message = f"{given[0]} must be {'text' if wanted is str else 'a list of ids'}, not {value!r:.60}"
             raise RequestError("HR-BATCH-02", message, _EXAMPLE)
-        return make_job(self.llm, self.args, params, prompt=value)
+        return ask(self.llm, self.args, params, prompt=value)
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -205,6 +215,16 @@ def _typed(cls: Any, values: dict[str, Any], what: str) -> Any:
     except TypeError as error:  # of missing or unknown keys; SamplingParams checks its values
         why = str(error).partition("__init__() ")[2]
         raise RequestError("HR-BATCH-02", f"{what}: {why}", f"known: {', '.join(field_names(cls))}") from error
+
+
+def _constraint(given: dict[str, Any]) -> Grammar:
+    """{"kind", "text", ...}; a schema or a list of choices may be JSON itself."""
+    from headrace.types import Grammar
+
+    if isinstance(given.get("text"), (dict, list)):
+        given = {**given, "text": json.dumps(given["text"], ensure_ascii=False)}
+    grammar: Grammar = _typed(Grammar, given, "constraint")
+    return grammar
 
 
 def _int(key: str) -> Any:

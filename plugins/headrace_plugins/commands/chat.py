@@ -14,6 +14,7 @@ from headrace.errors import EXIT_INTERRUPT, EXIT_OK, HeadraceError
 from headrace_plugins.commands.model_args import (
     add_model_arguments,
     add_sampling_arguments,
+    add_thinking_arguments,
     load,
     nothing_to_load,
     params_of,
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL_OR_CONFIG", help="model path or URI, or a .toml file")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_thinking_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--template", metavar="FILE", help="chat template, instead of the config's or the model's")
     parser.add_argument("--max-turns", type=int, metavar="N", help="forget what lies further back")
@@ -54,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
         raise usage_error("no model was given", "headrace chat MODEL, or headrace chat --config FILE")
     live = sys.stdin.isatty() and sys.stdout.isatty()
     with load(args, args.model) as llm:
-        chat = Chat(llm, args.system, args.template, max_turns=args.max_turns)
+        chat = Chat(
+            llm, args.system, args.template,
+            max_turns=args.max_turns, thinking=args.thinking, thinking_budget=args.thinking_budget,
+        )  # fmt: skip
         if live and not args.quiet:
             print(f"{llm.pipeline.model.uri} · /help for commands", file=sys.stderr)
         return _talk(chat, args, _Screen() if live else _Pipe())
@@ -163,15 +168,16 @@ class _Screen:
         from rich.live import Live
         from rich.markdown import Markdown
 
-        text, n_tokens, shown = "", 0, 0.0
+        text, thought, n_tokens, shown = "", "", 0, 0.0
         started = time.monotonic()
         with Live(console=self._console, auto_refresh=False) as live:
             for chunk in answer:
                 text += chunk.text
+                thought += chunk.reasoning
                 n_tokens += len(chunk.token_ids)
                 now = time.monotonic()
                 if now - shown > REDRAW_S:  # parsing Markdown anew for each token would cost more than the token
-                    live.update(self._running(text, n_tokens / max(now - started, 1e-6)), refresh=True)
+                    live.update(self._running(text or thought, n_tokens / max(now - started, 1e-6)), refresh=True)
                     shown = now
             live.update(Markdown(text), refresh=True)
 

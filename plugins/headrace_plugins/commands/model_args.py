@@ -49,6 +49,17 @@ def add_model_arguments(
     parser.add_argument("--backend", metavar="NAME", help="backend to use instead of the best one found")
 
 
+def add_thinking_arguments(parser: argparse.ArgumentParser) -> None:
+    """--thinking, --no-thinking, --thinking-budget, --dialect: how a model's chats are written and read."""
+    group = parser.add_argument_group("chat format")
+    group.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, default=None,
+        help="reason before the answer, or not (default: the model's own)",
+    )  # fmt: skip
+    group.add_argument("--thinking-budget", type=int, metavar="N", help="most tokens of reasoning; then it is ended")
+    group.add_argument("--dialect", metavar="NAME", help="how chats are written, instead of what the model tells")
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, metavar, help in _SAMPLING:
@@ -65,7 +76,9 @@ def config_of(args: argparse.Namespace, model: str | None) -> Config:
     path = args.config
     if model is not None and path is None:
         path, model = file_or_model(model)
-    sets = [*args.set, *([] if args.backend is None else [f"backend.use={json.dumps(args.backend)}"])]
+    sets = list(args.set)
+    for key, value in (("backend.use", args.backend), ("chat.dialect", getattr(args, "dialect", None))):
+        sets += [] if value is None else [f"{key}={json.dumps(value)}"]
     return load_config(path, model=model, sets=sets, catalog=args.catalog)
 
 

@@ -6,12 +6,15 @@ import argparse
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import EXIT_INTERRUPT, EXIT_OK, RequestError
+from headrace_plugins.commands.grammar_args import add_grammar_arguments, grammar_of
 from headrace_plugins.commands.model_args import (
     add_model_arguments,
     add_sampling_arguments,
+    add_thinking_arguments,
     load,
     nothing_to_load,
     params_of,
@@ -21,6 +24,7 @@ from headrace_plugins.commands.text import dumps
 from headrace_plugins.sources import after_model
 
 if TYPE_CHECKING:
+    from headrace.answers import Reading
     from headrace.llm import LLM, Job
     from headrace.runner import Handle
     from headrace.types import Completion, Output
@@ -33,6 +37,8 @@ with --raw, it is plain text that the model continues.
 --batch reads one JSON object per line: {"id"?, "prompt" | "messages" | "prompt_ids", and sampling parameters}. Each
 result is appended to --out as it comes; run the same command again to go on where it stopped, and to try the lines that
 failed again, as they are by then. ^C stops in order, a second ^C at once.
+
+Of a chat's answer, stdout gets the content. Reasoning is shown on stderr where that is a terminal, and with --json.
 """
 
 
@@ -45,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_grammar_arguments(parser)
+    add_thinking_arguments(parser)
     parser.add_argument("--n", type=int, metavar="N", help="number of samples")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", dest="chat", action="store_true", default=None, help="the prompt is a user message")
@@ -74,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
             raise _no_prompt(": nothing came from stdin")
     elif not prompt:
         raise _no_prompt()
-    params = params_of(args, n=args.n, logprobs=args.logprobs)
+    params = params_of(args, n=args.n, logprobs=args.logprobs, constraint=grammar_of(args))
     with load(args, model) as llm:
-        job = make_job(llm, args, params, prompt=prompt)
-        return _print_json(llm, args, job) if args.json else _print_text(llm, args, job)
+        asked = ask(llm, args, params, prompt=prompt)
+        return _print_json(llm, args, asked) if args.json else _print_text(llm, args, asked)
 
 
 def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -98,16 +106,38 @@ def _words(args: argparse.Namespace) -> tuple[str | None, str | None]:
     return model, words[0] if words else None
 
 
-def make_job(
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and how its answer is read."""
+
+    job: Job
+    reading: Reading | None = None
+    """None: the text is the answer."""
+    prefill: str = ""
+
+    def read(self, llm: LLM, output: Output, echo: bool = False) -> Output:
+        """The answer, with `echo` behind its prompt."""
+        from headrace.llm import prefixed
+
+        found = output if self.reading is None else self.reading.reply(output)
+        if not echo:
+            return found
+        text = self.job[1] if self.job[1] is not None else llm.detokenize(output.prompt_token_ids)
+        return prefixed(found, text.removesuffix(self.prefill), output.prompt_token_ids)
+
+
+def ask(
     llm: LLM,
     args: argparse.Namespace,
     params: Any,
     *,
     prompt: Any = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
-) -> Job:
+) -> Asked:
     """A request for text, token ids or messages, formatted as the arguments say. Raises RequestError."""
-    from headrace.chat import chat_format, has_template
+    from headrace.answers import Reading, job_for
+    from headrace.chat import chat_format, has_template, sayable
+    from headrace.dialogue import Turn
 
     params = llm.resolve(params)
     if messages is None and (
@@ -117,7 +147,9 @@ def make_job(
             raise usage_error(
                 "--system and --prefill need a chat template", "use --chat, or put the text into the prompt"
             )
-        return llm.request(prompt, params)
+        if args.thinking is not None or args.thinking_budget is not None:
+            raise usage_error("--thinking and --thinking-budget need a chat template", "use --chat")
+        return Asked(llm.request(prompt, params))
     if messages is None:
         if not prompt.strip():
             message = "the prompt is empty" + (": only blanks" if prompt else "")
@@ -127,8 +159,9 @@ def make_job(
         messages = [*first, {"role": "user", "content": prompt}]
     if not hasattr(args, "chat_format"):
         args.chat_format = chat_format(llm)
-    text, ids = args.chat_format.prompt(messages, args.prefill)
-    return llm.request(ids, params, text)
+    turn = Turn(prefill=args.prefill, thinking=args.thinking, thinking_budget=args.thinking_budget)
+    job, written = job_for(llm, args.chat_format, sayable(map(dict, messages)), turn, params)
+    return Asked(job, Reading(args.chat_format.parser, written, turn, params.n), args.prefill)
 
 
 def _no_prompt(why: str = "") -> RequestError:
@@ -136,25 +169,23 @@ def _no_prompt(why: str = "") -> RequestError:
     return RequestError("HR-REQUEST-02", f"the prompt is empty{why}", help)
 
 
-def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
-    request, text = job
-    handle = llm.start(job)
+def _print_text(llm: LLM, args: argparse.Namespace, asked: Asked) -> int:
+    request, text = asked.job
+    handle = llm.start(asked.job)
     several = request.params.n > 1
     try:
         if args.echo and not several:
-            _write(text if text is not None else llm.detokenize(request.prompt_ids))
-        elif args.prefill and not several:
-            _write(args.prefill)
+            shown = text if text is not None else llm.detokenize(request.prompt_ids)
+            _write(shown.removesuffix(asked.prefill))
         if not several:
-            for chunk in handle:
-                _write(chunk.text)
+            _show(handle, asked, args.quiet)
         output, code = handle.result(), EXIT_OK
     except KeyboardInterrupt:
         output, code = _stopped(handle), EXIT_INTERRUPT
+    output = asked.read(llm, output, args.echo)
     if several:
-        before = (text or "") if args.echo else args.prefill
         for completion in output.completions:
-            _write(f"--- {completion.index + 1}\n{before}{completion.text}\n")
+            _write(f"--- {completion.index + 1}\n{completion.text}\n")
     else:
         _write("" if output.text.endswith("\n") else "\n")
     if not args.quiet:
@@ -164,15 +195,32 @@ def _print_text(llm: LLM, args: argparse.Namespace, job: Job) -> int:
     return code
 
 
-def _print_json(llm: LLM, args: argparse.Namespace, job: Job) -> int:
-    handle = llm.start(job)
+def _show(handle: Handle, asked: Asked, quiet: bool) -> None:
+    """The answer as it comes."""
+    if asked.reading is None:
+        for chunk in handle:
+            _write(chunk.text)
+        return
+    aside = sys.stderr.isatty() and not quiet
+    begun = asked.reading.begin()
+    _write(begun.text if begun is not None else "")
+    for chunk in handle:
+        piece = asked.reading.chunk(chunk)
+        if piece is not None:
+            if aside and piece.reasoning:
+                print(piece.reasoning, end="", file=sys.stderr, flush=True)
+            _write(piece.text)
+
+
+def _print_json(llm: LLM, args: argparse.Namespace, asked: Asked) -> int:
+    handle = llm.start(asked.job)
     try:
         output, code = handle.result(), EXIT_OK
     except KeyboardInterrupt:
         output, code = _stopped(handle), EXIT_INTERRUPT
     if output.error is not None:
         raise output.error
-    print(dumps(as_json(llm.echoed(output) if args.echo else output)))
+    print(dumps(as_json(asked.read(llm, output, args.echo))))
     return code
 
 
@@ -202,6 +250,7 @@ def summary(output: Output) -> str:
 def as_json(output: Output) -> dict[str, Any]:
     """An output as plain JSON values."""
     usage, timings = output.usage, output.timings
+    message = getattr(output, "message", {})
     record: dict[str, Any] = {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -215,6 +264,9 @@ def as_json(output: Output) -> dict[str, Any]:
         },
         "timings": {name: getattr(timings, name) for name in type(timings).__slots__},
     }
+    for name in ("reasoning_content", "tool_calls"):
+        if message.get(name):
+            record[name] = message[name]
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [entry and _logprob(entry) for entry in output.prompt_logprobs]
     return record
