@@ -13,11 +13,16 @@ _LAZY = {
     "Grammar": "headrace.types",
     "Output": "headrace.types",
     "HeadraceError": "headrace.errors",
+    "Tool": "headrace.tools",
+    "tool": "headrace.tools",
     "Pipeline": "headrace.pipeline",
     "hookimpl": "headrace.hooks",
 }
 
-__all__ = ["LLM", "Chat", "Grammar", "HeadraceError", "Output", "Pipeline", "SamplingParams", "__version__", "hookimpl"]
+__all__ = [
+    "LLM", "Chat", "Grammar", "HeadraceError", "Output", "Pipeline", "SamplingParams", "Tool", "__version__",
+    "hookimpl", "tool",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from headrace.chat import Chat
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.hooks import hookimpl
     from headrace.llm import LLM
     from headrace.pipeline import Pipeline
+    from headrace.tools import Tool, tool
     from headrace.types import Grammar, Output, SamplingParams
 
 

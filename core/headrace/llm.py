@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 from headrace.admission import admit_request
 from headrace.errors import Busy, ConfigError, HeadraceError, RequestError, did_you_mean
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.contracts import Tokenizer
     from headrace.pipeline import Pipeline
+    from headrace.schemas import Expected
 
+T = TypeVar("T")
 Prompt = str | Seq[int]
 Params = SamplingParams | Mapping[str, Any]
 
@@ -123,7 +125,13 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: str | Seq[int], params: Params | None = ..., *, echo: bool = ..., progress: bool | None = ...
+        self,
+        prompts: str | Seq[int],
+        params: Params | None = ...,
+        *,
+        echo: bool = ...,
+        progress: bool | None = ...,
+        schema: None = ...,
     ) -> Output: ...
     @overload
     def generate(
@@ -133,7 +141,30 @@ class LLM:
         *,
         echo: bool = ...,
         progress: bool | None = ...,
+        schema: None = ...,
     ) -> list[Output]: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Seq[int], params: Params | None = ..., *, progress: bool | None = ..., schema: type[T]
+    ) -> T: ...
+    @overload
+    def generate(
+        self,
+        prompts: Seq[str] | Seq[Seq[int]] | Seq[Prompt],
+        params: Params | Seq[Params] | None = ...,
+        *,
+        progress: bool | None = ...,
+        schema: type[T],
+    ) -> list[T]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params | Seq[Params] | None = ...,
+        *,
+        progress: bool | None = ...,
+        schema: Any,
+    ) -> Any: ...
 
     def generate(
         self,
@@ -142,7 +173,8 @@ class LLM:
         *,
         echo: bool = False,
         progress: bool | None = None,
-    ) -> Output | list[Output]:
+        schema: Any = None,
+    ) -> Any:
         """Complete prompts: text, or lists of token ids. One prompt gives an Output, a list gives a list in its order.
 
         Text is raw: no chat template, but names of special tokens are honoured. params: one for all, or one per prompt.
@@ -150,22 +182,34 @@ class LLM:
 
         Every prompt is checked before any work starts: RequestError names the index. A failure later is in that
         Output's `error` and touches no other. More prompts than the queue holds are fed as room comes.
+
+        schema: the text is JSON that it allows, and values come back instead of Outputs: for a pydantic model, a
+        dataclass, a TypedDict or any type that pydantic takes, validated objects of it; for a JSON schema (a dict, or
+        text), plain values. An answer that was cut raises AnswerError HR-CONSTRAINT-10 once all are done; its `output`
+        and `outputs` are what came.
         """
-        single, jobs = self._jobs(prompts, params)
+        wanted = self._wanted(schema, echo)
+        single, jobs = self._jobs(prompts, params, wanted)
         outputs: dict[int, Output] = {}
         self.run(
             jobs, outputs.__setitem__, progress=not single and sys.stderr.isatty() if progress is None else progress
         )
-        return self._ordered(outputs, single, echo)
+        return self._ordered(outputs, single, echo, wanted)
 
     async def agenerate(
-        self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None = None, *, echo: bool = False
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params | Seq[Params] | None = None,
+        *,
+        echo: bool = False,
+        schema: Any = None,
     ) -> Any:
         """`generate` without blocking the event loop; cancelling the task cancels its requests."""
-        single, jobs = self._jobs(prompts, params)
+        wanted = self._wanted(schema, echo)
+        single, jobs = self._jobs(prompts, params, wanted)
         outputs: dict[int, Output] = {}
         await _adrive(self._feed(iter(jobs), outputs.__setitem__, None))
-        return self._ordered(outputs, single, echo)
+        return self._ordered(outputs, single, echo, wanted)
 
     def run(self, jobs: Iterable[Job], done: Callable[[int, Output], object], *, progress: bool = False) -> None:
         """Run jobs (made by `request`) taken from an iterable as room comes; done(i, output) is called as each ends, in
@@ -251,7 +295,16 @@ class LLM:
             raise _wrong_kind("params", params, "SamplingParams or a dict, or a list of these for a list of prompts")
         return params.resolved(self.pipeline.sampling_defaults)
 
-    def _jobs(self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None) -> tuple[bool, list[Job]]:
+    def _wanted(self, schema: Any, echo: bool) -> Expected | None:
+        from headrace.schemas import expected
+
+        if schema is not None and echo:
+            raise RequestError("HR-REQUEST-18", "echo and schema were both asked for", "a value has no prompt in front")
+        return None if schema is None else expected(schema)
+
+    def _jobs(
+        self, prompts: Prompt | Seq[Prompt], params: Params | Seq[Params] | None, wanted: Expected | None = None
+    ) -> tuple[bool, list[Job]]:
         """(one prompt only, its or their checked jobs)."""
         single = _is_one(prompts)
         several: Seq[Any] = [prompts] if single else prompts
@@ -265,6 +318,8 @@ class LLM:
             )
         else:
             resolved = [self.resolve(each) for each in params]
+        if wanted is not None:
+            resolved = [_held(each, wanted) for each in resolved]
         jobs = []
         for i, (prompt, each) in enumerate(zip(several, resolved, strict=True)):
             try:
@@ -314,8 +369,12 @@ class LLM:
         prompt = output.prompt if output.prompt is not None else self.detokenize(output.prompt_token_ids)
         return prefixed(output, prompt, output.prompt_token_ids)
 
-    def _ordered(self, outputs: Mapping[int, Output], single: bool, echo: bool) -> Any:
-        ordered = [self.echoed(outputs[i]) if echo else outputs[i] for i in range(len(outputs))]
+    def _ordered(self, outputs: Mapping[int, Output], single: bool, echo: bool, wanted: Expected | None = None) -> Any:
+        ordered: list[Any] = [self.echoed(outputs[i]) if echo else outputs[i] for i in range(len(outputs))]
+        if wanted is not None:
+            from headrace.schemas import values_of
+
+            ordered = values_of(wanted, ordered, single)
         return ordered[0] if single else ordered
 
     # --- batches ---------------------------------------------------------------------------------------------------
@@ -374,6 +433,16 @@ class LLM:
                 usage=Usage(len(request.prompt_ids), 0, 0),
                 timings=Timings(0.0, 0.0, 0.0, 0.0, 0.0),
             )
+
+
+def _held(params: SamplingParams, wanted: Expected) -> SamplingParams:
+    if params.constraint is not None:
+        raise RequestError(
+            "HR-CONSTRAINT-11", "a schema and params.constraint were both asked for", "leave one of them out"
+        )
+    if params.n != 1:
+        raise RequestError("HR-REQUEST-18", f"n = {params.n} with a schema: a prompt has one value", "leave n out")
+    return replace(params, constraint=wanted.grammar)
 
 
 def params_from(values: Mapping[str, Any]) -> SamplingParams:

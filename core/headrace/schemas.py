@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from headrace.errors import AnswerError, RequestError
+from headrace.errors import AnswerError, HeadraceError, RequestError
 from headrace.types import Grammar, Output
 
 UNUSABLE = (PydanticUserError, PydanticSchemaGenerationError, NameError, TypeError, ValueError, RecursionError)
@@ -215,7 +215,7 @@ def _written(schema: Any) -> str:
         ) from error
 
 
-def value_of(wanted: Expected, text: str, output: Output, where: str = "") -> Any:
+def value_of(wanted: Expected, text: str, output: Output) -> Any:
     """The value of a finished answer. Raises the output's own error, AnswerError HR-CONSTRAINT-10 for one that was cut,
     -09 for one that the type refuses though the schema allows it."""
     if output.error is not None:
@@ -223,7 +223,7 @@ def value_of(wanted: Expected, text: str, output: Output, where: str = "") -> An
     if output.finish_reason not in ("stop", "tool_calls"):
         raise AnswerError(
             "HR-CONSTRAINT-10",
-            f"{where}the answer ended before its value was complete ({output.finish_reason}): ...{text[-60:]!r}",
+            f"the answer ended before its value was complete ({output.finish_reason}): ...{text[-60:]!r}",
             "raise max_tokens" if output.finish_reason == "length" else "ask again",
             output=output,
         )
@@ -231,14 +231,34 @@ def value_of(wanted: Expected, text: str, output: Output, where: str = "") -> An
         return wanted.read(text)
     except ValidationError as error:
         raise AnswerError(
-            "HR-CONSTRAINT-09", f"{where}the type refuses the answer: {problems_of(error)}",
+            "HR-CONSTRAINT-09", f"the type refuses the answer: {problems_of(error)}",
             "say in the schema what the type's validators ask for", output=output,
         ) from error  # fmt: skip
     except ValueError as error:
         raise AnswerError(
-            "HR-CONSTRAINT-10", f"{where}the answer is no JSON: {error}: {text[:60]!r}",
+            "HR-CONSTRAINT-10", f"the answer is no JSON: {error}: {text[:60]!r}",
             "a stop string may have cut it: leave `stop` out", output=output,
         ) from error  # fmt: skip
+
+
+def values_of(wanted: Expected, outputs: Sequence[Output], single: bool) -> list[Any]:
+    """The values of all answers. Raises the first failure, which names its prompt and has every output."""
+    found: list[Any] = []
+    failure: HeadraceError | None = None
+    for i, output in enumerate(outputs):
+        try:
+            found.append(value_of(wanted, output.text, output))
+        except HeadraceError as error:
+            failure = failure or _placed(error, "" if single else f"prompt {i}: ", output, outputs)
+    if failure is not None:
+        raise failure
+    return found
+
+
+def _placed(error: HeadraceError, where: str, output: Output, outputs: Sequence[Output]) -> HeadraceError:
+    placed = AnswerError(error.code, where + error.message, error.help, output=output, outputs=outputs)
+    placed.__cause__ = error
+    return placed
 
 
 def problems_of(error: ValidationError) -> str:

@@ -6,6 +6,7 @@ Positions are absolute, ranges are half-open, sizes carry their unit in the name
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -111,6 +112,21 @@ class Grammar:
     said, but not the end. None: it holds from the first token on."""
     trigger_budget: int | None = None
     """Most tokens before the trigger: then it is forced. None: no bound."""
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """JSON that a schema allows."""
+        return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, *texts: str) -> Grammar:
+        """One of these texts."""
+        return cls("choice", json.dumps(texts, ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
