@@ -86,6 +86,15 @@ def matches(regex: Regex, text: str) -> bool:
     return Language(regex).matches(text)
 
 
+def begins(regex: Regex, text: str) -> bool:
+    """Whether some text that matches may begin with this one. True, too, where only an empty And tells otherwise."""
+    terms = Terms(MAX_STATES)
+    state = terms.read(regex)
+    for char in text:
+        state = terms.step(state, ord(char))
+    return state != Terms.NOTHING
+
+
 def is_empty(regex: Regex, limit: int = MAX_STATES) -> bool:
     """Whether no text matches. Raises HR-CONSTRAINT-04 above `limit` states."""
     if not _contains_operators(regex):

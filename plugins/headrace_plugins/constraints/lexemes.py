@@ -10,18 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from headrace.errors import RequestError
-from headrace_plugins.constraints.automata import Terms, automaton, literal_text, nullable
+from headrace_plugins.constraints.automata import Terms, automaton, begins, literal_text, matches, nullable
 from headrace_plugins.constraints.dfa import rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
-from headrace_plugins.constraints.regex import Cat, Chars, Or, Ranges, Regex, Repeat, cat, literal
+from headrace_plugins.constraints.regex import And, Cat, Chars, Not, Or, Ranges, Regex, Repeat, cat, literal
 from headrace_plugins.constraints.trimming import EMPTY_EXPR, references, some
 
 MAX_STATES = 1_500
 """States looked at for one terminal, or one set of terminals that may come next. Beyond them nothing is found, and the
 promise of `Rx` stands alone."""
-MAX_ROUNDS = 12
+MAX_ROUNDS = 40
+MAX_SAMPLES = 8
+"""Places at which one terminal is cut in one round."""
+
+Lost = dict[Regex, dict[str, None]]
+"""Terminals that go on where they should not -> texts at whose end they do."""
 
 
 def lexical(rules: Rules) -> Rules:
@@ -31,17 +37,13 @@ def lexical(rules: Rules) -> Rules:
         lost = _Survey(Rules(rules.start, bodies)).conflicts()
         if not lost:
             break
-        merge = number == 0
-        if merge:
-            merged = {name: _merged(body, lost) for name, body in bodies.items()}
-            if merged != bodies:
-                bodies = merged
-                continue
-        added: dict[str, Expr] = {}
-        split = {name: _split(body, lost, added, set(bodies)) for name, body in bodies.items()} | added
-        if split == bodies:
+        changed = {name: _merged(body, lost) for name, body in bodies.items()} if number == 0 else bodies
+        if changed == bodies:
+            cuts = _Cuts(lost, set(bodies))
+            changed = {name: cuts.split(body) for name, body in bodies.items()} | cuts.added
+        if changed == bodies:  # the rest can't be taken apart: texts may be lost, none is added
             break
-        bodies = split
+        bodies = changed
     return Rules(rules.start, bodies)
 
 
@@ -72,7 +74,7 @@ def _regex(leaf: Expr) -> Regex | None:
             return None
 
 
-def _merged(body: Expr, lost: set[Regex]) -> Expr:
+def _merged(body: Expr, lost: Lost) -> Expr:
     """With each of the terminals put together with a terminal right behind it."""
     match body:
         case Seq(parts):
@@ -92,59 +94,70 @@ def _merged(body: Expr, lost: set[Regex]) -> Expr:
             return body
 
 
-def _split(body: Expr, lost: set[Regex], added: dict[str, Expr], taken: set[str]) -> Expr:
-    """With each of the terminals in its parts; rules for them go to `added`."""
-    match body:
-        case Lit(text):
-            return Seq(tuple(map(Lit, text))) if len(text) > 1 and literal(text) in lost else body
-        case Rx(regex):
-            return _filled(_parts(regex, added, taken)) if regex in lost else body
-        case Seq(parts):
-            return Seq(tuple(_split(part, lost, added, taken) for part in parts))
-        case Alt(choices):
-            return Alt(tuple(_split(choice, lost, added, taken) for choice in choices))
-        case Rep(inner, least, most):
-            return Rep(_split(inner, lost, added, taken), least, most)
-        case _:
-            return body
+class _Cuts:
+    """Takes terminals apart, no further than their texts make necessary."""
 
+    def __init__(self, lost: Lost, taken: set[str]) -> None:
+        self._taken = taken
+        self.added: dict[str, Expr] = {}
+        """Rules for terminals that only an automaton takes apart."""
+        self._parts = {regex: _filled(self._cut(regex, list(texts))) for regex, texts in lost.items()}
 
-def _parts(regex: Regex, added: dict[str, Expr], taken: set[str]) -> Expr:
-    match regex:
-        case Chars():
-            return Rx(regex)
-        case Cat(parts):
-            text = literal_text(regex)
-            return Seq(tuple(map(Lit, text))) if text is not None else Seq(tuple(_runs(parts)))
-        case Or(choices):
-            return Alt(tuple(Rx(choice) for choice in choices))
-        case Repeat(body, least, most):
-            return Rep(Rx(body), least, most)
-        case _:
-            prefix = next(
-                name for name in (f"x{n}_" for n in range(1 << 30)) if f"{name}end" not in taken | added.keys()
-            )
-            try:
-                rules = rules_of(automaton(regex, MAX_STATES), prefix, left=True)
-            except RequestError:  # stays whole: texts may be lost, none is added
+    def split(self, body: Expr) -> Expr:
+        regex = _regex(body)
+        if regex is not None:
+            return self._parts.get(regex, body)
+        match body:
+            case Seq(parts):
+                return Seq(tuple(map(self.split, parts)))
+            case Alt(choices):
+                return Alt(tuple(map(self.split, choices)))
+            case Rep(inner, least, most):
+                return Rep(self.split(inner), least, most)
+            case _:
+                return body
+
+    def _cut(self, regex: Regex, texts: list[str]) -> Expr:
+        match regex:
+            case Cat(parts):
+                whole = literal_text(regex)
+                places = sorted({place for text in texts for place in _places(parts, text, whole is not None)})
+                pieces = [cat(*parts[low:high]) for low, high in pairwise([0, *places, len(parts)])]
+                return Seq(tuple(map(_leaf, pieces)))
+            case Or(choices):
+                return Alt(tuple(map(_leaf, choices)))
+            case Repeat(body, least, most):
+                return Rep(_leaf(body), least, most)
+            case And() | Not():
+                return self._automaton(regex)
+            case _:
                 return Rx(regex)
-            added.update(rules.rules)
-            return Ref(rules.start)
+
+    def _automaton(self, regex: Regex) -> Expr:
+        taken = self._taken | self.added.keys()
+        prefix = next(name for name in (f"x{n}_" for n in range(len(taken) + 1)) if f"{name}end" not in taken)
+        try:
+            rules = rules_of(automaton(regex, MAX_STATES), prefix, left=True)
+        except RequestError:
+            return Rx(regex)
+        self.added.update(rules.rules)
+        return Ref(rules.start)
 
 
-def _runs(parts: Iterable[Regex]) -> Iterable[Expr]:
-    run = ""
-    for part in parts:
-        text = literal_text(part)
-        if text is not None:
-            run += text
-            continue
-        if run:
-            yield Lit(run)
-        run = ""
-        yield Rx(part)
-    if run:
-        yield Lit(run)
+def _leaf(regex: Regex) -> Expr:
+    text = literal_text(regex)
+    return Rx(regex) if text is None else Lit(text)
+
+
+def _places(parts: tuple[Regex, ...], text: str, plain: bool) -> Iterable[int]:
+    """Where to cut a series so that the text ends at a cut, or else before and behind the part in which it ends."""
+    if plain:
+        return (len(text),)
+    ends = [place for place in range(1, len(parts)) if matches(cat(*parts[:place]), text)]
+    if ends:
+        return ends[-1:]
+    inside = next((place for place in range(1, len(parts)) if begins(cat(*parts[:place]), text)), len(parts))
+    return [place for place in (inside - 1, inside) if 0 < place < len(parts)] or (1,)
 
 
 @dataclass(slots=True)
@@ -161,25 +174,25 @@ class _Survey:
     _next: dict[int, int] = field(default_factory=dict)
     _lead: dict[int, int] = field(default_factory=dict)
 
-    def conflicts(self) -> set[Regex]:
-        """The terminals at which a text may be lost, with those that would go on."""
+    def conflicts(self) -> Lost:
+        """The terminals that would go on where a text may be lost."""
         self._read()
-        rows = [self._firsts[self.rules.start][0], *self._next.values()]
-        checked: set[int] = set()
-        lost: set[int] = set()
+        lost: dict[int, dict[str, None]] = {}
+        for number, behind in self._next.items():
+            text = self._goes_on(number, self._leads(behind))
+            if text is not None:
+                lost.setdefault(number, {})[text] = None
         terms = Terms(MAX_STATES)
         starts = [terms.read(regex) if regex is not None else Terms.NOTHING for regex in self.terminals]
-        for number, behind in self._next.items():
-            if self._goes_on(number, self._leads(behind)):
-                lost.add(number)
+        rows = [self._firsts[self.rules.start][0], *self._next.values()]
+        checked: set[int] = set()
         while rows:
             row = rows.pop()
-            if row in checked:
-                continue
-            checked.add(row)
-            rows += self._check(row, terms, starts, lost)
-        found = [self.terminals[number] for number in lost]
-        return {regex for regex in found if regex is not None and not isinstance(regex, Chars)}
+            if row not in checked:
+                checked.add(row)
+                rows += self._check(row, terms, starts, lost)
+        found = ((self.terminals[number], texts) for number, texts in lost.items())
+        return {regex: texts for regex, texts in found if regex is not None and not isinstance(regex, Chars)}
 
     def _read(self) -> None:
         rules = self.rules.rules
@@ -270,55 +283,57 @@ class _Survey:
             self._lead[number] = found
         return found
 
-    def _goes_on(self, number: int, bytes_behind: int) -> bool:
-        """Whether the terminal itself, complete, may go on with one of the bytes."""
+    def _goes_on(self, number: int, bytes_behind: int) -> str | None:
+        """A text of the terminal with which it may go on by one of the bytes."""
         regex = self.terminals[number]
         if regex is None or not bytes_behind or literal_text(regex) is not None or isinstance(regex, Chars):
-            return False
+            return None
         terms = Terms(MAX_STATES)
         try:
             start = terms.read(regex)
-            seen, waiting = {start}, [start]
-            while waiting:
-                state = waiting.pop()
+            seen, waiting = {start: ""}, [start]
+            for state in waiting:  # grows while it is walked
                 edges = terms.edges(state)
                 if terms.nullable[state] and leads((low, high) for low, high, _ in edges) & bytes_behind:
-                    return True
-                for _, _, target in edges:
+                    return seen[state]
+                for low, _, target in edges:
                     if target not in seen:
-                        seen.add(target)
+                        seen[target] = seen[state] + chr(low)
                         waiting.append(target)
                         terms.check_states(len(seen))
         except RequestError:
-            return False
-        return False
+            return None
+        return None
 
-    def _check(self, row: int, terms: Terms, starts: list[int], lost: set[int]) -> list[int]:
+    def _check(self, row: int, terms: Terms, starts: list[int], lost: dict[int, dict[str, None]]) -> list[int]:
         """Compare the terminals of a row with each other. Returns the rows behind texts that several of them match."""
         new: list[int] = []
         start = tuple((number, starts[number]) for number in _members(row) if starts[number] != Terms.NOTHING)
-        seen, waiting = {start}, [start]
-        while waiting and len(seen) <= MAX_STATES:
-            states = waiting.pop()
+        seen, waiting = {start: ""}, [start]
+        for states in waiting:  # grows while it is walked
             complete = _union(1 << number for number, state in states if terms.nullable[state])
             if complete & (complete - 1):
                 new.append(_union(self._next.get(number, 0) for number in _members(complete)))
             try:
-                steps = _steps({number: terms.edges(state) for number, state in states})
+                steps = list(_steps({number: terms.edges(state) for number, state in states}))
             except RequestError:
                 break
             for low, high, targets in steps:
-                self._compare(complete, leads([(low, high)]), [number for number, _ in targets], lost)
-                if len(targets) > 1 and targets not in seen:
-                    seen.add(targets)
+                for number in self._going_on(complete, leads([(low, high)]), targets):
+                    texts = lost.setdefault(number, {})
+                    if len(texts) < MAX_SAMPLES:
+                        texts[seen[states]] = None
+                if len(targets) > 1 and targets not in seen and len(seen) < MAX_STATES:
+                    seen[targets] = seen[states] + chr(low)
                     waiting.append(targets)
         return new
 
-    def _compare(self, complete: int, lead: int, going_on: list[int], lost: set[int]) -> None:
+    def _going_on(self, complete: int, lead: int, targets: tuple[tuple[int, int], ...]) -> Iterable[int]:
+        """The terminals that go on where another one is complete and something else may come behind it."""
         for number in _members(complete):
-            others = [each for each in going_on if each != number]
+            others = [each for each, _ in targets if each != number]
             if others and self._leads(self._next.get(number, 0)) & lead:
-                lost.update((number, *others))
+                yield from others
 
 
 def _union(masks: Iterable[int]) -> int:

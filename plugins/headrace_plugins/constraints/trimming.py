@@ -179,6 +179,8 @@ def some(regex: Regex) -> Regex:
             return either(cat(some(first), rest), some(rest))
         case Or(choices):
             return either(*map(some, choices))
+        case Repeat(body, _, most) if not nullable(body):
+            return repeat(body, 1, most)
         case Repeat(body, least, most):
             return cat(some(body), repeat(body, max(least - 1, 0), None if most is None else most - 1))
         case _:
