@@ -74,7 +74,7 @@ class Answer:
         if reasoning := self._reasoning.text:
             message["reasoning_content"] = reasoning
         if self._calls:
-            message["tool_calls"] = [_told(call, id) for call, id in self._calls]
+            message["tool_calls"] = [told_call(call, id) for call, id in self._calls]
         return message
 
     def _read(self) -> list[Delta]:
@@ -235,7 +235,8 @@ class _Part:
         return Delta(reasoning=text) if self._name == "reasoning" else Delta(content=text)
 
 
-def _told(call: Call, id: str) -> dict[str, Any]:
+def told_call(call: Call, id: str) -> dict[str, Any]:
+    """The call as messages have it."""
     told: dict[str, Any] = {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     if not call.complete or not is_object(call.arguments):
         told["incomplete"] = True

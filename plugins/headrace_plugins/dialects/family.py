@@ -27,6 +27,8 @@ class Family(ABC):
     """Characters that the format puts between these marks and the text, on either side."""
     triggers: tuple[str, ...] = ()
     """Marks at which a block of calls begins."""
+    before_prefill: str = ""
+    """Text between the header of an answer and the beginning of its content."""
     first: tuple[str, ...] = ()
     """Texts at which it also begins, at the start of the content and nowhere else."""
     shown: tuple[str, ...] = ()
@@ -41,6 +43,18 @@ class Family(ABC):
     @abstractmethod
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         """One or more calls (one, unless choice.parallel), beginning at a trigger. tools: those that may be called."""
+
+    def only_calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
+        """An answer that is calls and nothing else, from behind any reasoning on."""
+        return self.calls(tools, choice)
+
+    def content(self, body: Expression) -> Expression:
+        """An answer whose content is `body`, from behind any reasoning on."""
+        return body
+
+    def openings(self, tools: Seq[Tool]) -> tuple[str, ...]:
+        """Texts at which `calls` begin in a text that is otherwise free: one of them is how each call begins."""
+        return self.triggers
 
     @abstractmethod
     def reader(self, tools: Seq[Tool]) -> CallReader:

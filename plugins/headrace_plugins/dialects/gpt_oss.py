@@ -31,7 +31,13 @@ _APART = "\n\n"
 """Between the texts of two messages of one kind."""
 
 
+_AGAIN: Expression = {"opt": {"seq": [{"special": START}, "assistant"]}}
+"""Begins every message but the first, whose beginning is in the prompt."""
+
+
 class GptOss(Family):
+    """Reasoning, content and calls are messages; a call ends the turn."""
+
     name = "gpt-oss"
     think = (f"{CHANNEL}analysis{MESSAGE}", "<|end|>")
     trim = ""
@@ -39,10 +45,18 @@ class GptOss(Family):
     shown = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
     stop = ("<|call|>", "<|return|>")
     ends = ENDS
+    before_prefill = f"{CHANNEL}final{MESSAGE}"
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         """One call: the model ends its turn behind it. Its header begins in the text before."""
         return any_of([_call(*function_of(tool)) for tool in tools])
+
+    def only_calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
+        return {"seq": [_AGAIN, {"special": CHANNEL}, "commentary", self.calls(tools, choice)]}
+
+    def content(self, body: Expression) -> Expression:
+        kind = {"opt": {"seq": [" ", {"special": CONSTRAIN}, "json"]}}
+        return {"seq": [_AGAIN, {"special": CHANNEL}, "final", kind, {"special": MESSAGE}, body]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         raise NotImplementedError("Harmony's answers are read as a whole, by `parser`")

@@ -33,6 +33,11 @@ class Llama3(Family):
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return any_of([json_call(*function_of(tool), arguments="parameters") for tool in tools])
 
+    def openings(self, tools: Seq[Tool]) -> tuple[str, ...]:
+        return tuple(
+            f'{{"name": {json.dumps(function_of(tool)[0], ensure_ascii=False)}, "parameters": ' for tool in tools
+        )
+
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return LlamaCalls(tools)
 
@@ -50,6 +55,9 @@ class LlamaPythonic(Llama3):
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return python_list(tools, choice)
+
+    def openings(self, tools: Seq[Tool]) -> tuple[str, ...]:
+        return tuple(f"[{function_of(tool)[0]}(" for tool in tools)
 
     def adapt(self, messages: Seq[Mapping[str, Any]], tools: Seq[Tool]) -> list[Message]:
         return [with_objects(message) for message in messages]
