@@ -22,7 +22,11 @@ class SchemaLimits:
     """Different sets of values that the schema speaks of."""
     cases: int = 512
     """Combinations of what `anyOf`, `if` ... leave evaluated, for `unevaluatedProperties` and `unevaluatedItems`."""
-    steps: int = 200_000
+    shapes: int = 1_024
+    """In one union: ways in which a value of one place may look."""
+    classes: int = 64
+    """Of names, into which overlapping `patternProperties` split the members of an object."""
+    steps: int = 50_000
     """Shapes that are worked out."""
 
 
@@ -81,6 +85,16 @@ class Budget:
             raise exceeded("nests too deep", "depth", self.limits.depth)
         if self._size % 4096 == 0:
             self.ask()
+
+    def spread(self, shapes: int) -> None:
+        """A union of so many shapes."""
+        if shapes > self.limits.shapes:
+            raise exceeded("combines into too many shapes of one value", "shapes", self.limits.shapes)
+
+    def split(self, classes: int) -> None:
+        """An object with so many classes of names."""
+        if classes > self.limits.classes:
+            raise exceeded("splits the names of members into too many classes", "classes", self.limits.classes)
 
     def list(self, entries: int) -> None:
         """An enum of so many entries."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace_plugins.constraints.schema.languages import Languages
+from headrace_plugins.constraints.schema.limits import Budget
 from headrace_plugins.constraints.schema.shapes import Node
 
 
 class Nodes(Protocol):
     languages: Languages
+    budget: Budget
     lenient: bool
     """Shapes may allow more than the schema."""
 

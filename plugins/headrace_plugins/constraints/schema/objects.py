@@ -54,6 +54,7 @@ def _meet_classes(left: Others, right: Others, nodes: Nodes) -> Others:
             both_nodes = nodes.both(node, more_node)
             if both_nodes != NONE and not nodes.languages.is_empty(common):
                 classes[both_nodes] = either(classes.get(both_nodes, NOTHING), common)
+                nodes.budget.split(len(classes))
     return tuple((names, node) for node, names in classes.items())
 
 

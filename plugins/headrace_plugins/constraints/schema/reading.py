@@ -21,8 +21,10 @@ from headrace_plugins.constraints.schema.shapes import Documents, Node
 from headrace_plugins.constraints.schema.table import Table, error_with_pointer
 from headrace_plugins.constraints.schema.unevaluated import with_unevaluated
 
-_BESIDE_REFERENCE = frozenset({"$ref", "$schema", "$id", "$anchor", "$defs", "definitions"})
-"""A schema with only these is what it refers to."""
+_SILENT = frozenset(
+    {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions"}
+) | {"contentSchema"}
+"""Keywords that say nothing of a value."""
 
 
 def read_schema(
@@ -74,12 +76,26 @@ class Reader:
         while True:
             if isinstance(place.schema, bool):
                 return ALL if place.schema else NONE
-            if place.resource.dynamic and place.resource not in scope:
-                scope = (*scope, place.resource)
-            if place in seen or "$ref" not in place.schema or not _is_reference(place):
+            if any(all(name not in outer.dynamic for outer in scope) for name in place.resource.dynamic):
+                scope = (*scope, place.resource)  # others are hidden by those outside of them
+            if self._says_nothing(place):
+                return ALL
+            if place in seen or not self._is_reference(place):
                 return self.table.node(At(place, scope))
             seen.add(place)
             place = self.library.resolve(place.schema["$ref"], place.resource, f"{place.pointer}/$ref")[0]
+
+    def _is_reference(self, place: Place) -> bool:
+        assert isinstance(place.schema, dict)
+        if "$ref" not in place.schema or "$ref" not in place.resource.draft.forms:
+            return False
+        return place.resource.draft.ref_alone or self._says_nothing(place, "$ref")
+
+    def _says_nothing(self, place: Place, *without: str) -> bool:
+        assert isinstance(place.schema, dict)
+        draft = place.resource.draft
+        silent = _SILENT if self.assert_formats or draft.asserts_format else _SILENT | {"format"}
+        return all(key not in draft.forms or key in silent or key in without for key in place.schema)
 
     def expand(self, at: At) -> Node:
         """The node that says what a schema's keywords mean."""
@@ -110,11 +126,3 @@ class Reader:
                 self.table.drop(pointer, keyword, error.message)
                 return None
         return self._patterns[key]
-
-
-def _is_reference(place: Place) -> bool:
-    assert isinstance(place.schema, dict)
-    draft = place.resource.draft
-    if "$ref" not in draft.forms or not isinstance(place.schema["$ref"], str):
-        return False
-    return draft.ref_alone or all(key in _BESIDE_REFERENCE or key not in draft.forms for key in place.schema)

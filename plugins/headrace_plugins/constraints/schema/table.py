@@ -6,7 +6,8 @@ of schemas at the same place of a value (`allOf`, `$ref` ...); what elements and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 from headrace.errors import RequestError
@@ -61,6 +62,7 @@ class Table:
         self._loose: set[Node] = set()
         """Nodes that allow more than they should."""
         self._active: list[Node] = []
+        self._walked: list[Node] = []
         self._depth = 0
         assert self.node(Fact(EVERY)) == ALL
         assert self.node(Fact(())) == NONE
@@ -181,6 +183,17 @@ class Table:
             raise invalid(self.where(node), "it refers to a schema that needs it first") from None
         finally:
             self._active.pop()
+
+    @contextmanager
+    def in_place(self, node: Node) -> Iterator[None]:
+        """While parts of a node are looked at. Raises HR-CONSTRAINT-02 when it is a part of itself."""
+        if node in self._walked:
+            raise invalid(self.where(node), "it refers to itself without end")
+        self._walked.append(node)
+        try:
+            yield
+        finally:
+            self._walked.pop()
 
     def work_out(self, node: Node) -> Union:
         """The shapes of a node, in the algebra's form."""

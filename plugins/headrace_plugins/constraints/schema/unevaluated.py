@@ -69,7 +69,11 @@ def _arrays(table: Table, evaluated: Evaluated, inner: Node) -> Shape:
 def cases(table: Table, node: Node) -> Cases:
     """The cases of a node, as a schema's keywords give them."""
     table.budget.step()
-    node = table.expanded_fully(node)
+    with table.in_place(node):
+        return _cases(table, table.expanded_fully(node))
+
+
+def _cases(table: Table, node: Node) -> Cases:
     match table.expression(node):
         case Fact(_, evaluated):
             return {evaluated: node}

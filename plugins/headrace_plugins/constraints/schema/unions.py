@@ -83,6 +83,7 @@ def meet(left: Union, right: Union, nodes: Nodes, budget: Budget) -> Union:
             for both in meet_shapes(shape, other, nodes):
                 if both not in found and not is_hollow(both, nodes):
                     found[both] = None
+                    budget.spread(len(found))
     return join([tuple(found)], nodes, budget)
 
 
@@ -103,11 +104,10 @@ def subtract(left: Union, right: Union, nodes: Nodes, budget: Budget) -> Union:
             changed = True
             for piece in outside_shape(taken, nodes):
                 budget.step()
-                kept |= {
-                    part: None
-                    for part in meet_shapes(shape, piece, nodes)
-                    if part not in kept and not is_hollow(part, nodes)
-                }
+                for part in meet_shapes(shape, piece, nodes):
+                    if part not in kept and not is_hollow(part, nodes):
+                        kept[part] = None
+                        budget.spread(len(kept))
         shapes = join([tuple(kept)], nodes, budget) if changed else tuple(kept)
     return shapes
 
