@@ -61,15 +61,13 @@ class Spelling:
         return ids, closed and sum(len(pieces[token]) for token in ids) == len(text)
 
     def _encode(self, data: bytes, closed: bool) -> Ids:
-        text = data.decode("utf-8", "ignore")  # a character whose end is not forced yet is left for later
-        if not data.startswith(text.encode()):  # begins within a character
+        text = data.decode("utf-8", "ignore").encode()  # a character whose end is not forced yet is left for later
+        if not data.startswith(text):  # begins within a character
             return ()
-        ids = self.vocabulary.tokenizer.encode(text, add_bos=False)
-        pieces = self.vocabulary.text
-        if b"".join(pieces[token] for token in ids) != text.encode():
-            return ()  # the tokenizer changes text, or puts a blank in front: then nothing is forced
-        if closed and len(text.encode()) == len(data):
+        ids = self.vocabulary.spell(text)
+        if closed and text == data:
             return tuple(ids)
+        pieces = self.vocabulary.text
         # one token may take the place of several: look for the first of which a longer one could take the end
         end, tail = len(ids), b""
         for i in reversed(range(len(ids))):
@@ -82,45 +80,26 @@ class Spelling:
 
 
 class Forcing(Compiled):
-    """A program with forced tokens; spelling = None: without."""
+    """A program with forced tokens. jumps: tell core of them; their masks are the same without."""
 
-    def __init__(self, program: Program, spelling: Spelling | None) -> None:
-        self._program, self._spelling = program, spelling
+    def __init__(self, program: Program, spelling: Spelling, jumps: bool = True) -> None:
+        self._program, self._spelling, self._jumps = program, spelling, jumps
 
     def start(self) -> Matcher:
-        walk = self._program.start()
-        return _Plain(walk) if self._spelling is None else _Forced(walk, self._spelling)
+        return _Forced(self._program.start(), self._spelling, self._jumps)
 
     def size_bytes(self) -> int:
         return self._program.size_bytes()
-
-
-class _Plain(Matcher):
-    def __init__(self, walk: Walk) -> None:
-        self._walk = walk
-
-    def fill(self, bits: NDArray[np.int32]) -> None:
-        self._walk.fill(bits)
-
-    def accept(self, token: int) -> bool:
-        return not self._walk.done() and self._walk.accept(token)
-
-    def rollback(self, n: int) -> None:
-        self._walk.rollback(n)
-
-    def done(self) -> bool:
-        return self._walk.done()
-
-    def verdict(self) -> HeadraceError | None:
-        return self._walk.verdict()
 
 
 class _Forced(Matcher):
     """Which tokens are forced is worked out once per state, before the state is left, and is part of the record that
     `rollback` restores: it depends on what was accepted alone, not on which methods were called."""
 
-    def __init__(self, walk: Walk, spelling: Spelling) -> None:
-        self._walk, self._spelling = walk, spelling
+    __slots__ = ("_jumps", "_record", "_spelling", "_walk")
+
+    def __init__(self, walk: Walk, spelling: Spelling, jumps: bool) -> None:
+        self._walk, self._spelling, self._jumps = walk, spelling, jumps
         self._record: list[Ids | None] = [None]
         """The forced tokens of each state; None: not worked out yet."""
 
@@ -155,6 +134,8 @@ class _Forced(Matcher):
         return self._walk.done()
 
     def forced(self) -> Seq[int]:
+        if not self._jumps:
+            return ()
         ids = self._record[-1]
         return self._look() if ids is None else ids
 
@@ -164,7 +145,7 @@ class _Forced(Matcher):
     def _look(self) -> Ids:
         forced = () if self._walk.done() else self._walk.forced()
         ids = self._spelling.tokens(forced) if forced else ()
-        if forced:
+        if forced and isinstance(forced[-1], bytes):
             whole = self._spelling.tokens(forced, ends=True)
             if len(whole) > len(ids) and self._ends_with(whole):
                 ids = whole

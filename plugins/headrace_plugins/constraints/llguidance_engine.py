@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from ctypes import addressof, c_char
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.grammar import Rules
@@ -26,8 +25,6 @@ LEXER_STATES = 50_000
 """Of one grammar, at 1 to 2 kB each: 100 MB at most."""
 GRAMMAR_SIZE = 2_000_000
 
-_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
-"""How forced bytes name a special token."""
 _LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big)", re.IGNORECASE)
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 """Reasons to stop where nothing can follow."""
@@ -52,14 +49,14 @@ class LLGuidance:
             verbose_errors=False,
         )
 
-    def compile(self, rules: Rules) -> Program:
-        """Raises RequestError HR-CONSTRAINT-04 for a grammar beyond llguidance's limits, -07 where nothing matches."""
+    def print(self, rules: Rules) -> str:
+        """See `headrace_plugins.constraints.engines.Engine`."""
         from headrace_plugins.constraints.lark import print_lark
 
-        return self.compile_lark(print_lark(rules, self.vocabulary.special))
+        return print_lark(rules, self.vocabulary.special)
 
-    def compile_lark(self, text: str) -> Program:
-        """The same of a Lark grammar as llguidance reads it; HR-CONSTRAINT-02 for one that it can't read."""
+    def compile_text(self, text: str) -> Program:
+        """Compile a Lark grammar. See `Engine`."""
         from llguidance import LLMatcher
 
         grammar = LLMatcher.grammar_from_lark(text)
@@ -87,11 +84,10 @@ class _Tokens:
         self.tokens = list(vocabulary.text)
         for token in self.special_token_ids:
             self.tokens[token] = tokenizer.token_bytes(token)
-        self._encode: Callable[..., list[int]] = tokenizer.encode
+        self._spell = vocabulary.spell
 
     def __call__(self, text: bytes | str) -> list[int]:
-        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._encode(text, add_bos=False)
+        return self._spell(text if isinstance(text, bytes) else text.encode())
 
 
 class LLProgram(Program):
@@ -131,7 +127,7 @@ class LLWalk(Walk):
     def fill(self, bits: NDArray[np.int32]) -> None:
         matcher = self._matcher
         # bits.ctypes.data says the same at four times the cost
-        matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(bits)), self._bytes)
+        matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(bits)), self._bytes)  # type: ignore[arg-type]
         if len(bits) > self._words:
             bits[self._words :] = 0
         if matcher.is_error():
@@ -165,14 +161,10 @@ class LLWalk(Walk):
         return not self._failed and self._matcher.is_accepting()
 
     def forced(self) -> Forced:
-        data = self._matcher.compute_ff_bytes()
-        if not data:
-            return ()
-        if b"\xff" not in data:
-            return (data,)
-        parts: list[Any] = _SPECIAL.split(data)  # bytes and ids in turn
-        parts[1::2] = [int(token) for token in parts[1::2]]
-        return [part for part in parts if part != b""]
+        # llguidance tokenises with `_Tokens` and leaves out what a longer allowed token might take; its mask at such a
+        # state allows the first of these tokens alone
+        matcher = self._matcher
+        return matcher.compute_ff_tokens() if matcher.compute_ff_bytes() else ()
 
     def _fail(self) -> None:
         """The matcher is in an error: nothing to go on with (then the mask is empty), or a limit."""

@@ -68,6 +68,46 @@ class Vocabulary:
         order = sorted((token for token, data in enumerate(self.text) if data), key=self.text.__getitem__)
         return [self.text[token] for token in order], order
 
+    @cached_property
+    def _by_bytes(self) -> Mapping[bytes, int]:
+        tokens: dict[bytes, int] = {}
+        for token, data in enumerate(self.text):
+            if data:
+                tokens.setdefault(data, token)
+        return tokens
+
+    def spell(self, data: bytes) -> list[int]:
+        """Tokens whose bytes are exactly these, as the model's tokenizer spells the text in the middle of other text.
+
+        Where it changes the text, or the bytes are no text, the longest token is taken each time. Empty where the
+        vocabulary can't spell them."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return self._greedy(data)
+        # some tokenizers put a blank in front of whatever they encode; behind a line break they don't
+        for before in ("", "\n"):
+            ids = self.tokenizer.encode(before + text, add_bos=False)
+            if before:
+                prefix = self.tokenizer.encode(before, add_bos=False)
+                ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else []
+            if b"".join(self.text[token] for token in ids) == data:
+                return ids
+        return self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        tokens, ids, at = self._by_bytes, list[int](), 0
+        while at < len(data):
+            for size in range(min(self.longest, len(data) - at), 0, -1):
+                token = tokens.get(data[at : at + size])
+                if token is not None:
+                    break
+            else:
+                return []
+            ids.append(token)
+            at += size
+        return ids
+
     def with_prefix(self, prefix: bytes) -> Seq[int]:
         """Tokens whose bytes begin with `prefix`, sorted by bytes."""
         data, order = self._sorted

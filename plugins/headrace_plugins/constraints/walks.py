@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Forced = Seq[bytes | int]
-"""What must come next: bytes of plain text, and ids of special tokens. Adjacent bytes are one item."""
+"""What must come next: bytes of text that is not tokenised yet, and ids of tokens. Adjacent bytes are one item."""
 
 
 class Walk(ABC):

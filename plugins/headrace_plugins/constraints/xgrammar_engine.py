@@ -44,14 +44,14 @@ class XGrammar:
         # the router has a cache, and compiles on several threads already
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def compile(self, rules: Rules) -> Program:
-        """Raises RequestError HR-CONSTRAINT-07 where nothing matches."""
+    def print(self, rules: Rules) -> str:
+        """See `headrace_plugins.constraints.engines.Engine`."""
         from headrace_plugins.constraints.ebnf import print_ebnf
 
-        return self.compile_ebnf(print_ebnf(rules, self.vocabulary.special))
+        return print_ebnf(rules, self.vocabulary.special)
 
-    def compile_ebnf(self, text: str) -> Program:
-        """The same of a grammar as xgrammar reads it; HR-CONSTRAINT-02 for one that it can't read."""
+    def compile_text(self, text: str) -> Program:
+        """Compile an EBNF grammar. See `Engine`."""
         from xgrammar import GrammarMatcher
 
         try:
