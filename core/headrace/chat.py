@@ -43,7 +43,8 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Cha
     from headrace.selection import choose_dialect
 
     given = _given_template(llm, template)
-    entry, _ = choose_dialect(llm.catalog, llm.pipeline.model.architecture, given is not None)
+    asked = llm.pipeline.config.chat.get("dialect")
+    entry, _ = choose_dialect(llm.catalog, llm.pipeline.model.architecture, given is not None, asked)
     source, origin = given or _own_template(llm, needed=not entry.spec.match)
     if missing := missing_packages(entry.spec):
         raise needs(entry, missing)
@@ -53,7 +54,7 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Cha
     try:
         made = dialect.chat_format(
             source, origin, llm.tokenizer,
-            architecture=model.architecture, name=model.uri, family=llm.pipeline.config.chat.get("dialect"),
+            architecture=model.architecture, name=model.uri, family=asked,
         )  # fmt: skip
     except TypeError:
         made = _Older(dialect.chat_format(source, origin, llm.tokenizer))
@@ -103,7 +104,8 @@ def has_template(llm: LLM) -> bool:
     model = llm.pipeline.model
     if llm.pipeline.config.chat.get("template") is not None or model.chat_template is not None:
         return True
-    return bool(choose_dialect(llm.catalog, model.architecture, False)[0].spec.match)
+    asked = llm.pipeline.config.chat.get("dialect")
+    return bool(choose_dialect(llm.catalog, model.architecture, False, asked)[0].spec.match)
 
 
 def _given_template(llm: LLM, template: str | os.PathLike[str] | None) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +13,11 @@ from headrace.contracts import Executor
 from headrace.errors import PluginError
 from headrace.hooks import ConstraintSpec, DrafterSpec, ObserverSpec, Spec, StoreSpec, kind_of
 from headrace.selection import Selected, choose_dialect
+from headrace.textfile import is_template, read_text
 from headrace.types import FALLBACK_SAMPLING, field_names
+
+TEMPLATE = "chat_template"
+"""Fact of a Fit: the text of the model's own template, which is too long to be shown."""
 
 NEAR_TIES = "identical up to near ties: what shares a step with a request can change its logits in the last bits"
 
@@ -38,7 +43,8 @@ def decisions(
     them then. model_sampling: SamplingParams fields that the model's metadata recommends."""
     caps = executor.caps
     said = config.where("model") or " (argument)"
-    yield Decision(key="model", value=selected.source.uri, why=f"config{said}", facts=dict(selected.fit.facts))
+    facts = {key: value for key, value in selected.fit.facts.items() if key != TEMPLATE}
+    yield Decision(key="model", value=selected.source.uri, why=f"config{said}", facts=facts)
     yield _backend_decision(config, selected, executor)
     yield from (
         Decision(key=f"ops.{each.op}", value=each.kernel, plugin=each.source, why=each.why, rejected=each.rejected)
@@ -46,7 +52,7 @@ def decisions(
     )
     promise = "identical whatever shares its steps" if caps.row_invariant else NEAR_TIES
     notes = {"but approximate": caps.approximations, "but not the whole model": caps.departures}
-    facts: dict[str, Any] = {"same request, same seed": promise}
+    facts = {"same request, same seed": promise}
     facts |= {title: "; ".join(sentences) for title, sentences in notes.items() if sentences}
     asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
     yield Decision(key="determinism", value=config.determinism, why=asked, facts=facts)
@@ -71,7 +77,8 @@ def decisions(
         yield Decision(key=f"sampling.{name}", value=str(value), why=why)
     yield _dialect_decision(config, selected)
     for name, value in config.chat.items():
-        yield Decision(key=f"chat.{name}", value=value, why=f"config{config.where(f'chat.{name}')}")
+        if name != "dialect":
+            yield Decision(key=f"chat.{name}", value=value, why=f"config{config.where(f'chat.{name}')}")
 
 
 def _backend_decision(config: Config, selected: Selected, executor: Executor) -> Decision:
@@ -96,13 +103,34 @@ def _backend_decision(config: Config, selected: Selected, executor: Executor) ->
 def _dialect_decision(config: Config, selected: Selected) -> Decision:
     """What writes chats. None, or a package that it lacks, is an error when somebody chats, and no sooner."""
     architecture = str(selected.fit.facts.get("architecture", ""))
+    template, asked = config.chat.get("template"), config.chat.get("dialect")
     try:
-        entry, why = choose_dialect(selected.catalog, architecture, config.chat.get("template") is not None)
+        entry, why = choose_dialect(selected.catalog, architecture, template is not None, asked)
     except PluginError as error:
         return Decision(key="chat.dialect", value="none", why=error.message)
-    missing = missing_packages(entry.spec)
-    facts = {"missing": f"{', '.join(missing)}: {install_line(entry.spec, missing)}"} if missing else {}
+    if asked is not None:
+        why = f"config{config.where('chat.dialect')}"
+    if missing := missing_packages(entry.spec):
+        facts = {"missing": f"{', '.join(missing)}: {install_line(entry.spec, missing)}"}
+        return Decision(key="chat.dialect", value=entry.spec.name, plugin=label(entry), why=why, facts=facts)
+    facts = {} if entry.spec.match else {"family": _family(selected, entry, template, asked)}
     return Decision(key="chat.dialect", value=entry.spec.name, plugin=label(entry), why=why, facts=facts)
+
+
+def _family(selected: Selected, entry: Entry[Any], template: str | None, asked: str | None) -> str:
+    """What the dialect for templates says of the model. ConfigError for a family that it doesn't know."""
+    dialect = selected.catalog.load_object(entry.spec.factory, entry)()
+    if not hasattr(dialect, "explain"):
+        return "not told"
+    facts = selected.fit.facts
+    source = facts.get(TEMPLATE) or ""
+    if template is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # an error when somebody chats
+            source = template if is_template(template) else read_text(template)
+    told: str = dialect.explain(
+        source, architecture=str(facts.get("architecture", "")), name=selected.source.uri, family=asked
+    )
+    return told
 
 
 def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec]) -> Decision:

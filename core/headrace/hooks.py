@@ -109,8 +109,11 @@ class StoreSpec(Spec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialectSpec(Spec):
     """factory() -> dialect: how the chats of a model family are written. It has
-    `chat_format(source, origin, tokenizer) -> headrace.chat.ChatFormat`; source: the template's text, origin: where it
-    came from, for error texts (both are of the model, and may be empty, where `match` made the choice)."""
+    `chat_format(source, origin, tokenizer, *, architecture, name, family) -> headrace.dialogue.ChatFormat`. source: the
+    template's text, origin: where it came from, for error texts (both are of the model, and may be empty, where `match`
+    made the choice). architecture and name (URI): of the model. family: [chat] dialect of the config, if it names one.
+
+    The one for templates also has `explain(source, *, architecture, name, family) -> str`, for `config explain`."""
 
     match: tuple[str, ...] = ()
     """Architectures (`ModelSpec.architecture`) whose chats it writes without a template. None: it is for templates."""

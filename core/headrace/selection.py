@@ -64,9 +64,15 @@ TEMPLATES = "jinja"
 """The dialect that renders chat templates."""
 
 
-def choose_dialect(catalog: Catalog, architecture: str, templated: bool) -> tuple[Entry[DialectSpec], str]:
+def choose_dialect(
+    catalog: Catalog, architecture: str, templated: bool, asked: str | None = None
+) -> tuple[Entry[DialectSpec], str]:
     """(what writes the chats of a model, why). templated: the user gave a template, which counts more than the model.
+    asked: [chat] dialect of the config, which counts most: a dialect, else a family that the one for templates knows.
     PluginError when two plugins claim the architecture, or none renders templates."""
+    if asked is not None:
+        named = any(entry.spec.name == asked for entry in catalog.specs(DialectSpec))
+        return catalog.find(DialectSpec, asked if named else TEMPLATES), "[chat] dialect names it"
     made_for = [entry for entry in catalog.specs(DialectSpec) if architecture in entry.spec.match]
     if templated:
         return catalog.find(DialectSpec, TEMPLATES), "a template is given"

@@ -87,8 +87,8 @@ class Fit:
     score: int
     why: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, ... Two are read by name:
-    `sampling_defaults` and `architecture`, what the fields of `ModelSpec` will be."""
+    """What the probe read of the model, for `config explain`: context, tokenizer, EOS set, ... Three are read by name:
+    `sampling_defaults`, `architecture` and `chat_template` (not shown), what the fields of `ModelSpec` will be."""
 
 
 @dataclass(frozen=True, slots=True)

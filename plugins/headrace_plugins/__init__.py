@@ -79,8 +79,8 @@ def headrace_drafters() -> Iterable[DrafterSpec]:
 def headrace_dialects() -> Iterable[DialectSpec]:
     yield DialectSpec(
         name="jinja",
-        factory="headrace_plugins.templates:Jinja",
-        summary="chat templates in jinja2, rendered in a bounded sandbox",
+        factory="headrace_plugins.dialects.jinja:Jinja",
+        summary="chat templates in jinja2, with the tool calls and reasoning of many model families",
     )
     yield DialectSpec(
         name="deepseek-v41",

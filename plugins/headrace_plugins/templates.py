@@ -213,38 +213,6 @@ class PromptEncoder:
         return ids
 
 
-class Jinja:
-    """The dialect of models whose chat format is a jinja2 template: all that this project met."""
-
-    def chat_format(self, source: str, origin: str, tokenizer: Tokenizer) -> ChatFormat:
-        return ChatFormat(ChatTemplate(source, origin), tokenizer)
-
-
-class ChatFormat:
-    """Turns messages into a prompt: a template with the special tokens of a model. Thread-safe."""
-
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.template = template
-        self._encoder = PromptEncoder(tokenizer)
-        self._specials = special_texts(tokenizer)
-
-    def prompt(
-        self, messages: Seq[Mapping[str, Any]], prefill: str = "", arguments: Mapping[str, Any] | None = None
-    ) -> tuple[str, list[int]]:
-        """(text, ids) that asks for the next assistant message, which is to begin with `prefill`.
-
-        What messages, prefill and arguments hold is plain text, whatever tokens it names. arguments are extra template
-        variables. Raises RequestError or ModelError, see `ChatTemplate.render`.
-        """
-        (shielded, arguments, prefill), mark = self._encoder.shield([list(messages), dict(arguments or {}), prefill])
-        text = self.template.render(shielded, values=self._specials, arguments=arguments) + prefill
-        return text.replace(mark, "") if mark else text, self._encoder.encode(text, mark)
-
-    def parse(self, text: str, prefill: str = "", arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A template does not say how its answers are read: all of the text is content."""
-        return {"role": "assistant", "content": text}
-
-
 def special_texts(tokenizer: Tokenizer) -> dict[str, str]:
     """bos_token and eos_token as a template prints them."""
     found = {"bos_token": "", "eos_token": ""}

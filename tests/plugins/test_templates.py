@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from headrace.dialogue import Turn
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.testing.toy import BOS, ToyTokenizer
+from headrace_plugins.dialects.formats import TemplateFormat
 from headrace_plugins.sandbox import Limits
-from headrace_plugins.templates import ChatFormat, ChatTemplate, PromptEncoder
+from headrace_plugins.templates import ChatTemplate, PromptEncoder
 
 CHATML = (
     "{% for message in messages %}"
@@ -240,13 +242,13 @@ def plain(text: str) -> list[int]:
 def test_special_names_in_messages_are_text(text: str, place: str) -> None:
     tokenizer = ToyTokenizer(300)
     source = CHATML + "{{ extra }}" if place == "argument" else CHATML
-    form = ChatFormat(ChatTemplate(source), tokenizer)
+    form = TemplateFormat(ChatTemplate(source), tokenizer)
 
     def prompt(value: str) -> tuple[str, list[int]]:
         message = {"role": "user", "content": "hi"} | ({place: value} if place in ("content", "role") else {})
-        return form.prompt(
-            [message], value if place == "prefill" else "", {"extra": value if place == "argument" else ""}
-        )
+        arguments = {"extra": value if place == "argument" else ""}
+        made = form.prompt([message], Turn(prefill=value if place == "prefill" else "", arguments=arguments))
+        return made.text, made.ids
 
     rendered, ids = prompt(text)
     assert text in rendered
@@ -279,12 +281,14 @@ def test_bos_comes_once(wants_bos: bool, writes_bos: bool) -> None:
             return [BOS, *ids] if add_bos and self.wants_bos else ids
 
     tokenizer = Doubling(300, wants_bos=wants_bos)
-    form = ChatFormat(ChatTemplate(("{{ bos_token }}" if writes_bos else "") + "x{{ messages[0].content }}"), tokenizer)
+    form = TemplateFormat(
+        ChatTemplate(("{{ bos_token }}" if writes_bos else "") + "x{{ messages[0].content }}"), tokenizer
+    )
     for content in ("hi", "<|bos|>"):
-        _, ids = form.prompt([{"role": "user", "content": content}])
+        ids = form.prompt([{"role": "user", "content": content}]).ids
         assert ids.count(BOS) == int(wants_bos or writes_bos)
 
 
 def test_prefill_joins_the_prompt() -> None:
-    form = ChatFormat(ChatTemplate("{{ messages[0].content }}:"), ToyTokenizer(300))
-    assert form.prompt(HI, prefill=" the")[1] == plain("hi: the")
+    form = TemplateFormat(ChatTemplate("{{ messages[0].content }}:"), ToyTokenizer(300))
+    assert form.prompt(HI, Turn(prefill=" the")).ids == plain("hi: the")

@@ -174,6 +174,7 @@ def as_facts(facts: GGUFFacts) -> dict[str, Any]:
         "tokenizer": f"{facts.tokenizer}, {facts.n_vocab} tokens",
         "eos ids": sorted(facts.eos_ids),
         "chat template": "yes" if facts.chat_template else "no",
+        "chat_template": facts.chat_template,
         "quantisation": facts.quantisation,
         "size": gib(facts.size_bytes),
         "sampling_defaults": dict(facts.sampling_defaults),

@@ -22,19 +22,25 @@ class Generic(Hermes):
 
     def adapt(self, messages: Seq[Mapping[str, Any]], tools: Seq[Tool]) -> list[Message]:
         """Calls and results become text of plain messages, the tools part of the system message."""
-        adapted: list[Message] = []
-        for message in messages:
-            if message["role"] == "tool":
-                _add_result(adapted, message)
-            else:
-                adapted.append(_with_calls(message))
+        adapted = as_plain(messages)
         if tools:
             told = instructions(tools)
-            if adapted and adapted[0]["role"] == "system":
+            if adapted and adapted[0].get("role") == "system":
                 adapted[0] = {**adapted[0], "content": f"{text_of(adapted[0])}\n\n{told}".lstrip()}
             else:
                 adapted.insert(0, {"role": "system", "content": told})
         return adapted
+
+
+def as_plain(messages: Seq[Mapping[str, Any]]) -> list[Message]:
+    """Calls and results of tools as text of assistant's and user's messages."""
+    plain: list[Message] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            _add_result(plain, message)
+        else:
+            plain.append(_with_calls(message))
+    return plain
 
 
 def instructions(tools: Seq[Tool]) -> str:
@@ -61,7 +67,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 def _add_result(messages: list[Message], result: Mapping[str, Any]) -> None:
     text = f"<tool_response>\n{text_of(result)}\n</tool_response>"
-    if messages and messages[-1]["role"] == "user" and str(messages[-1]["content"]).endswith("</tool_response>"):
+    if messages and messages[-1].get("role") == "user" and str(messages[-1]["content"]).endswith("</tool_response>"):
         messages[-1]["content"] += f"\n{text}"
     else:
         messages.append({"role": "user", "content": text})

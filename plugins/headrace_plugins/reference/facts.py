@@ -68,6 +68,7 @@ class ModelFacts:
             "quantisation": self.quantisation or "none",
             "weights": weights,
             "chat template": "yes" if self.chat_template else "no",
+            "chat_template": self.chat_template,
             "sampling_defaults": dict(self.sampling_defaults),
         }
 
