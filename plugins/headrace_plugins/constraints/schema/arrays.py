@@ -106,8 +106,8 @@ def outside_array(shape: Array, nodes: Nodes) -> Iterator[Array]:
     if shape.most is not None:
         yield Array(rest=ALL, least=shape.most + 1)
     for each in shape.contains:
-        if nodes.lenient and each.least > 1:
-            # What the elements may be is perhaps too much, and then there are too few others.
+        if not nodes.counts and each.least > 1:
+            nodes.give_up("elements can't be counted while formats are asserted or keywords dropped")
             yield anything
         elif each.least:
             yield replace(anything, contains=(Contains(each.node, 0, each.least - 1),))

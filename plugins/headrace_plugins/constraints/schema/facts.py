@@ -14,7 +14,7 @@ from headrace_plugins.constraints.schema.expressions import (
     NONE,
     Evaluated,
 )
-from headrace_plugins.constraints.schema.formats import format_of
+from headrace_plugins.constraints.schema.formats import NARROW, format_of
 from headrace_plugins.constraints.schema.located import Schema
 from headrace_plugins.constraints.schema.objects import class_of, split_classes, tidy_object
 from headrace_plugins.constraints.schema.scalars import fraction, meet_languages, tidy_number, words
@@ -105,6 +105,8 @@ def _format(schema: Schema) -> Regex:
     if found is None:
         schema.drop("format", f"the format {schema['format']!r} is not one that can be asserted")
         return ANY_TEXT
+    if schema["format"] in NARROW:
+        schema.table.narrow()
     return found
 
 
@@ -140,9 +142,9 @@ def _arrays(schema: Schema) -> tuple[list[Shape], int | None, tuple[Node, ...]]:
         node = schema.inner(schema["contains"], "contains")
         least = int(schema.get("minContains", 1))
         most = int(schema["maxContains"]) if "maxContains" in schema else None
-        if most is not None and schema.table.lenient and node not in (ALL, NONE):
-            # What counts may be too much, and then there would be too few.
-            schema.drop("maxContains", "elements can't be counted exactly while keywords may be dropped")
+        if most and not schema.table.counts and node > NONE:
+            # Where more or less counts than should, too few or too many elements would be allowed.
+            schema.drop("maxContains", "elements can't be counted while formats are asserted or keywords dropped")
             most = None
         contains = (Contains(node, least, most),)
         matching = (node,) if schema.draft.contains_evaluates else ()

@@ -12,8 +12,8 @@ from headrace_plugins.constraints.schema.shapes import Node
 class Nodes(Protocol):
     languages: Languages
     budget: Budget
-    lenient: bool
-    """Shapes may allow more than the schema."""
+    counts: bool
+    """Nodes are exact, so that what is of them can be counted: no keyword may be dropped, no format is asserted."""
 
     def both(self, *nodes: Node) -> Node:
         """The values that are in each of these."""

@@ -21,9 +21,9 @@ from headrace_plugins.constraints.schema.shapes import Documents, Node
 from headrace_plugins.constraints.schema.table import Table, error_with_pointer
 from headrace_plugins.constraints.schema.unevaluated import with_unevaluated
 
-_SILENT = frozenset(
-    {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions"}
-) | {"contentSchema"}
+_SILENT = frozenset({"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs"}) | {
+    "definitions", "contentSchema",
+}  # fmt: skip
 """Keywords that say nothing of a value."""
 
 
@@ -53,7 +53,7 @@ def read_schema(
     budget = Budget(limits or SchemaLimits(), cancelled)
     library = Library(schema, default, documents or {}, budget)
     reader = Reader(library, budget, assert_formats)
-    table = reader.table = Table(reader.expand, budget, lenient)
+    table = reader.table = Table(reader.expand, budget, lenient=lenient, counts=not (lenient or assert_formats))
     table.root = reader.node_of(library.root, ())
     table.union(table.root)
     return table

@@ -27,10 +27,11 @@ from headrace_plugins.constraints.schema.expressions import (
     Outside,
     Union,
 )
+from headrace_plugins.constraints.schema.formats import NARROW
 from headrace_plugins.constraints.schema.languages import Languages
 from headrace_plugins.constraints.schema.limits import Budget, exceeded, invalid, refused
 from headrace_plugins.constraints.schema.objects import finished
-from headrace_plugins.constraints.schema.shapes import Node, Object
+from headrace_plugins.constraints.schema.shapes import Node, Object, String
 
 _BARRIER: Node = -1
 MAX_LOOKED_AHEAD = 12
@@ -44,10 +45,11 @@ class _Unsettled(Exception):
 class Table:
     """A ShapeTable. `expand` gives the node that says what a schema's keywords mean."""
 
-    def __init__(self, expand: Callable[[At], Node], budget: Budget, lenient: bool) -> None:
+    def __init__(self, expand: Callable[[At], Node], budget: Budget, *, lenient: bool, counts: bool) -> None:
         self.root: Node = ALL
         self.languages = Languages()
         self.lenient = lenient
+        self.counts = counts
         self.budget = budget
         self.problems: list[tuple[str, str, str]] = []
         """What was dropped: (JSON pointer, keyword, why)."""
@@ -61,6 +63,8 @@ class Table:
         self._empty: dict[Node, bool] = {}
         self._loose: set[Node] = set()
         """Nodes that allow more than they should."""
+        self._narrow: set[Node] = set()
+        """Nodes that allow less: formats of which some texts are left out."""
         self._active: list[Node] = []
         self._walked: list[Node] = []
         self._depth = 0
@@ -161,8 +165,27 @@ class Table:
         found = self._expanded.get(node)
         if found is None:
             self.budget.step()
-            found = self._expanded[node] = self._expand(expression)
+            self._active.append(node)
+            try:
+                found = self._expanded[node] = self._expand(expression)
+            finally:
+                self._active.pop()
+        self._pass_on(node)
         return found
+
+    def _pass_on(self, node: Node) -> None:
+        """What is worked out with a node that is not exact may not be exact."""
+        for inexact in (self._loose, self._narrow):
+            if node in inexact:
+                self._mark(inexact)
+
+    def _mark(self, inexact: set[Node]) -> None:
+        if self._active and self._active[-1] != _BARRIER:
+            inexact.add(self._active[-1])
+
+    def narrow(self) -> None:
+        """The schema that is being read allows less than it should."""
+        self._mark(self._narrow)
 
     def expanded_fully(self, node: Node) -> Node:
         """The same, through schemas that are only references to others."""
@@ -207,8 +230,7 @@ class Table:
             finally:
                 self._active.pop()
             self._unions[node] = known
-        if self._loose and node in self._loose and self._active and self._active[-1] != _BARRIER:
-            self._loose.add(self._active[-1])
+        self._pass_on(node)
         return known
 
     def _refuse_circle(self, node: Node) -> None:
@@ -235,7 +257,8 @@ class Table:
                 return unions.join([self.work_out(part) for part in parts], self, self.budget)
             case One(parts):
                 worked = [self.work_out(part) for part in parts]
-                if any(part in self._loose for part in parts):
+                texts = sum(any(isinstance(shape, String) for shape in shapes) for shapes in worked)
+                if not all(self._is_exact(part, texts > 1) for part in parts):
                     return unions.join(worked, self, self.budget)
                 return unions.exactly_one(worked, self, self.budget)
             case Outside(body):
@@ -259,9 +282,16 @@ class Table:
 
     def _without(self, shapes: Union, part: Node) -> Union:
         taken = self.work_out(part)
-        if part in self._loose:
+        if not self._is_exact(part, all(any(isinstance(each, String) for each in both) for both in (shapes, taken))):
             return shapes
         return unions.subtract(shapes, taken, self, self.budget)
+
+    def _is_exact(self, node: Node, among_texts: bool) -> bool:
+        """Whether a node that was worked out can be taken from others; if not, it must be left in."""
+        if among_texts and node in self._narrow:
+            self.give_up(f"it excludes a format of which not every text is known ({', '.join(sorted(NARROW))})")
+            return False
+        return node not in self._loose
 
     def is_empty(self, node: Node) -> bool:
         """Whether surely no value is in a node, as far as one can see without going too deep."""
@@ -299,8 +329,7 @@ class Table:
         problem = (pointer, keyword, why)
         if problem not in self.problems:
             self.problems.append(problem)
-        if self._active and self._active[-1] != _BARRIER:
-            self._loose.add(self._active[-1])
+        self._mark(self._loose)
 
     def give_up(self, why: str) -> None:
         node = next((each for each in reversed(self._active) if each != _BARRIER), self.root)
