@@ -354,12 +354,12 @@ def _docstring(plain: Any) -> tuple[str, dict[str, str]]:
     """(what the tool does, description of each parameter) of a docstring in Google's, NumPy's or Sphinx's style."""
     from docstring_parser import ParseError, parse
 
-    written = plain.__doc__ if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain).__call__.__doc__
-    text = inspect.cleandoc(written or type(plain).__doc__ or "") if not inspect.isroutine(plain) else written or ""
+    described = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain).__call__
+    text = inspect.getdoc(described) or ""
     try:
         found = parse(text)
     except ParseError:  # acceptable: the model reads the docstring as it is
-        return inspect.cleandoc(text), {}
+        return text, {}
     summary = "\n\n".join(part.strip() for part in (found.short_description, found.long_description) if part)
     return summary, {each.arg_name: each.description or "" for each in found.params}
 
