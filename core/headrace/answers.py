@@ -88,6 +88,11 @@ class Reading:
         self._unshown: list[tuple[int, ...]] = [()] * n_samples
         """Tokens of chunks in which there was nothing to show."""
 
+    @property
+    def over(self) -> bool:
+        """Every sample was read to its end."""
+        return all(self._over)
+
     def begin(self) -> ChatChunk | None:
         """What the prefill says."""
         deltas = self._parsers[0].push("") if self._turn.prefill else ()

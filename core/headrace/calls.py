@@ -145,6 +145,8 @@ class Caller:
                 if task.cancelled():
                     raise RuntimeError("it was cancelled")
                 value, error = task.result()
+                if isinstance(error, asyncio.CancelledError):
+                    raise RuntimeError("it was cancelled")
                 if error is not None:
                     raise error
             return ToolResult(call["id"], name, text_of(value))

@@ -535,7 +535,7 @@ class _Rounds:
         last = reading.begin()
         while not self.whole:
             if last is not None:
-                if last.finish_reason is not None and handle.done:
+                if reading.over:
                     break
                 yield last
             chunk = yield _Wait(partial(next, handle, None), partial(anext, handle, None))
