@@ -172,7 +172,3 @@ def _tail_between(low: str, low_open: bool, high: str, high_open: bool) -> Regex
     if not low_open and len(low) <= at:
         pieces.append(cat(literal(low), repeat(literal("0"), 0, at - len(low))))
     return either(*pieces)
-
-
-def has_number(shape, value):  # type: ignore[no-untyped-def]
-    raise NotImplementedError

@@ -1,8 +1,8 @@
 """Numbers as text: the decimal spellings of the numbers of a shape.
 
 Where nothing is set, all of JSON's grammar is allowed. Otherwise numbers are written plainly (`-12.50`), `1.0` is a
-whole number, and `-0` is 0; between bounds, what is tiny or huge may also be written as `json.dumps` writes it (`1e-07`,
-`1.5e+300`).
+whole number, and `-0` is 0; between bounds, what is tiny or huge may also be written as `json.dumps` writes it
+(`1e-07`, `1.5e+300`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import automaton
 from headrace_plugins.constraints.dfa import Dfa, minimised, regex_of
 from headrace_plugins.constraints.regex import (
@@ -28,6 +27,8 @@ from headrace_plugins.constraints.regex import (
 )
 from headrace_plugins.constraints.schema import digits
 from headrace_plugins.constraints.schema.digits import DIGIT, POSITIVE, ZEROS, between_fractions, whole
+from headrace_plugins.constraints.schema.limits import refused
+from headrace_plugins.constraints.schema.scalars import has_number
 from headrace_plugins.constraints.schema.shapes import Number
 
 MAX_MODULUS = 1_000
@@ -69,29 +70,29 @@ class Bounds:
         return self.low > self.high or (self.low == self.high and (self.low_open or self.high_open))
 
 
-def number_language(shape: Number) -> Regex | Dfa:
+def number_language(shape: Number, where: str) -> Regex | Dfa:
     """The spellings of the numbers of a shape, as an automaton where a regex would be too big.
 
-    Raises RequestError HR-CONSTRAINT-04 with the keyword in its message for multiples and bounds that are too fine.
+    where: JSON pointer of the schema, for error texts. Raises RequestError HR-CONSTRAINT-03 for multiples and bounds
+    that are too fine.
     """
     if shape.values is not None:
         return either(*map(spellings, shape.values))
     listed = _listed(shape)
     if listed is not None:
         return either(*map(spellings, listed))
-    base = _between(shape)
+    base = _between(shape, where)
     if shape.excluded:
-        base = both(base, *(complement(spellings(value, every=True)) for value in shape.excluded))
+        base = both(base, *(complement(spellings(value)) for value in shape.excluded))
     if not shape.multiples and not shape.not_multiples:
         return base
-    steps = [(_multiples(step), True) for step in shape.multiples]
-    steps += [(_multiples(step), False) for step in shape.not_multiples]
-    return _all_of(base, steps)
+    steps = [(_multiples(step, where), True) for step in shape.multiples]
+    steps += [(_multiples(step, where), False) for step in shape.not_multiples]
+    return _all_of(base, steps, where)
 
 
-def spellings(value: Fraction, *, every: bool = False) -> Regex:
-    """Of one number: `1`, `1.0`, and with an exponent what `json.dumps` writes so. every: with any exponent that
-    `number_language` allows somewhere."""
+def spellings(value: Fraction) -> Regex:
+    """Of one number: `1`, `1.0`, and with an exponent what `json.dumps` writes so."""
     sign = literal("-") if value < 0 else MINUS if value == 0 else EMPTY
     value = abs(value)
     shown = digits.of_fraction(value - int(value))
@@ -99,7 +100,7 @@ def spellings(value: Fraction, *, every: bool = False) -> Regex:
         return NOTHING  # a third has no decimal spelling
     plain = cat(literal(str(int(value))), cat(POINT, literal(shown), ZEROS) if shown else NO_FRACTION)
     exponent = _exponent(value) if value else 0
-    if TINY < exponent < HUGE and not every:
+    if TINY < exponent < HUGE:
         return cat(sign, plain)
     scaled = value / Fraction(10) ** exponent
     shown = digits.of_fraction(scaled - int(scaled)) or ""
@@ -126,10 +127,10 @@ def _power(low: int | None, high: int | None) -> Regex:
 # between bounds
 
 
-def _between(shape: Number) -> Regex:
-    if shape.integer is None and shape.low is None and shape.high is None and not _is_stepped(shape):
+def _between(shape: Number, where: str) -> Regex:
+    if shape == Number():
         return ANY_NUMBER
-    above, below = _sides(shape)
+    above, below = _sides(shape, where)
     integer = shape.integer is True
     upper = NOTHING if above.empty else _magnitudes(above, integer, _is_stepped(shape))
     lower = NOTHING if below.empty else _magnitudes(below, integer, _is_stepped(shape))
@@ -144,7 +145,7 @@ def _is_stepped(shape: Number) -> bool:
     return bool(shape.multiples or shape.not_multiples)
 
 
-def _sides(shape: Number) -> tuple[Bounds, Bounds]:
+def _sides(shape: Number, where: str) -> tuple[Bounds, Bounds]:
     """Magnitudes of the numbers >= 0 and of those <= 0."""
     zero = Fraction(0)
     low, high = shape.low, shape.high
@@ -157,11 +158,7 @@ def _sides(shape: Number) -> tuple[Bounds, Bounds]:
     for each in (above, below):
         for bound in (each.low, each.high or zero):
             if len(str(bound.numerator)) > MAX_DIGITS or len(str(bound.denominator)) > MAX_DIGITS:
-                raise RequestError(
-                    "HR-CONSTRAINT-04",
-                    f"a bound of numbers has more than {MAX_DIGITS} digits",
-                    "round minimum and maximum",
-                )
+                raise refused(where, "minimum or maximum", f"it has more than {MAX_DIGITS} digits")
     return above, below
 
 
@@ -245,19 +242,15 @@ def _listed(shape: Number) -> list[Fraction] | None:
     if last - first >= MAX_LISTED:
         return None
     values = [number * step for number in range(first, last + 1)]
-    return [value for value in values if digits.has_number(shape, value)]
+    return [value for value in values if has_number(shape, value)]
 
 
-def _multiples(step: Fraction) -> Dfa:
+def _multiples(step: Fraction, where: str) -> Dfa:
     """The plain spellings of the multiples of a step: remainders of the digits read so far."""
     places = digits.places_of(step)
     modulus = int(step * 10**places)
     if modulus * (places + 1) > MAX_MODULUS * 4 or modulus > MAX_MODULUS:
-        raise RequestError(
-            "HR-CONSTRAINT-04",
-            f"'multipleOf' of {float(step):g} needs more than {MAX_MODULUS} remainders",
-            "use a rounder number",
-        )
+        raise refused(where, "multipleOf", f"{float(step):.17g} needs more than {MAX_MODULUS} remainders")
     start, signed, zero, end = -1, -2, -3, 0
     numbers: dict[tuple[int, int], int] = {}
     order: list[tuple[int, int]] = []
@@ -299,17 +292,17 @@ def _multiples(step: Fraction) -> Dfa:
     return minimised(accepting, edges)
 
 
-def _all_of(base: Regex, steps: list[tuple[Dfa, bool]]) -> Regex | Dfa:
+def _all_of(base: Regex, steps: list[tuple[Dfa, bool]], where: str) -> Regex | Dfa:
     """The spellings of base that each automaton takes (True) or refuses (False)."""
     if base == INTEGER and len(steps) == 1 and steps[0][1]:
         machine = steps[0][0]
     else:
-        machine = _product([(automaton(base, MAX_STATES), True), *steps])
+        machine = _product([(automaton(base, MAX_STATES), True), *steps], where)
     regex = regex_of(machine, REGEX_PARTS)
     return machine if regex is None else regex
 
 
-def _product(machines: list[tuple[Dfa, bool]]) -> Dfa:
+def _product(machines: list[tuple[Dfa, bool]], where: str) -> Dfa:
     """One automaton of several over the characters of plain numbers. One that refuses may end early: state -1."""
     start = (0,) * len(machines)
     numbers, order = {start: 0}, [start]
@@ -329,11 +322,7 @@ def _product(machines: list[tuple[Dfa, bool]]) -> Dfa:
                 numbers[following] = len(order)
                 order.append(following)
                 if len(order) > MAX_STATES:
-                    raise RequestError(
-                        "HR-CONSTRAINT-04",
-                        f"'multipleOf' between these bounds needs more than {MAX_STATES} states",
-                        "use rounder numbers",
-                    )
+                    raise refused(where, "multipleOf", f"between these bounds it needs more than {MAX_STATES} states")
             row.append((point, point, numbers[following]))
         edges.append(row)
     return minimised(accepting, edges)
