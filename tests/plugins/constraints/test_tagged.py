@@ -40,7 +40,7 @@ class Pieces(ToyTokenizer):
     PIECES = (
         b"</", b"</thi", b"nk>", b"</think>", b"nk>{", b"k>\n", b"<to", b"ol>", b"ol>a", b"ol>x", b"x<tool>b",
         b" <tool>", b"</tool>", b"</tool>\n", b"\n<tool>", b"<think>", b" <thi", b"think>so", b"yes", b'"yes"',
-        b"</think>\n\n{", b"<|im_", b"start|>", b"ink", b"<t",
+        b"</think>\n\n{", b"<|im_", b"start|>", b"ink", b"<t", b"<think></think>n",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -133,6 +133,7 @@ GRAMMARS = {
     "no thought": tagged(think={**THINK, "budget": 0}, start="body", body=["yes", "no"]),
     "may think, free": tagged(think=OPTIONAL, triggers=["<tool>"], body=CALLS),
     "may think, body": tagged(think={**OPTIONAL, "budget": 4}, start="body", body=["yes", "<try", "  no"]),
+    "body like a thought": tagged(think=OPTIONAL, start="body", body=["<think></think>no", "yes"]),
     "special end": tagged(think={"begin": "<|bos|>", "end": "<|im_start|>", "budget": 5}, start="body", body=["yes"]),
     "after a trigger": Grammar("words", '["yes", "no"]', trigger="</think>"),
     "thought alone": tagged(think={**OPTIONAL, "budget": 2}),
@@ -171,6 +172,7 @@ class TestConformance(ConstraintConformance):
                 ["yes", "<try", "  no", f"  <think>a{end}yes"],
                 ["", " ", " yes", f"<think>abcde{end}yes"],
             ),
+            "body like a thought": (["yes", f"<think>{end}yes"], ["no", f"<think>{end}no"]),
             "special end": (["yes"], ["<|im_start|>yes", "no"]),
             "after a trigger": ([f"what{end}no"], ["no", f"what{end}", f"{end} no"]),
             "thought alone": (["hi", f"<think>ab{end}hi"], ["<think>", "<think>a", f"<think>abc{end}"]),
@@ -310,6 +312,7 @@ def judged(name: str, text: bytes) -> bool:
         "no thought": rb"</think>(?:yes|no)",
         "may think, free": rb"(?:\s*<think>%s%s|(?!\s*<think>)%s)" % (think, answers, answers),
         "may think, body": rb"(?:\s*<think>%s)?(?:yes|<try|  no)" % think,
+        "body like a thought": rb"(?:\s*<think>%s)?(?:yes|<think></think>no)" % think,
         "special end": rb"(?:\s*<\|bos\|>(?:(?!<\|im_start\|>)[\s\S])*<\|im_start\|>)?yes",
         "after a trigger": think + rb"(?:yes|no)",
         "thought alone": rb"(?:\s*<think>%s)?(?!\s*<think>)[\s\S]*" % think,
@@ -342,6 +345,14 @@ def test_the_end_in_any_cut() -> None:
     assert matcher.forced()[0] == ord('"')
     matcher = start(THOUGHT)
     assert takes(matcher, [*ids("</thin"), *ids("k>\n")]) == len(ids("</thin")), "the body takes no newline first"
+
+
+def test_a_special_token_parts_the_bytes_beside_it() -> None:
+    matcher = start(GRAMMARS["thought, free"])
+    assert takes(matcher, [*ids("</thi"), 257, *ids("nk>")]) == 3
+    assert EOS not in allowed(matcher, Pieces())
+    matcher = start(FREE)
+    assert takes(matcher, [*ids("<to"), 257, *ids("ol>x")]) == 3
 
 
 @pytest.mark.parametrize("budget", range(6))
