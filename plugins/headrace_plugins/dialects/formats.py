@@ -109,8 +109,18 @@ class TemplateFormat:
             self._say(names, refusal)
         if "add_generation_prompt" in self.template.source:
             return text
-        header = next((header for mark, header in HEADERS.items() if mark in self.template.source), "")
-        return text if text.rstrip().endswith(header.rstrip()) else text + header
+        return text + self._header(text)
+
+    def _header(self, text: str) -> str:
+        """What a template leaves out that has no word about it: how an answer begins."""
+        mark = next((mark for mark in HEADERS if mark in self.template.source), "")
+        if not mark:
+            return ""
+        header, last = HEADERS[mark], text[text.rfind(mark) :]
+        behind = last.removeprefix(header.rstrip())
+        for each in self.family.think or ():
+            behind = behind.replace(each.strip(), "")
+        return "" if last.startswith(header.rstrip()) and not behind.strip() else header
 
     def _repaired(self, messages: Seq[Message], render: Callable[[Seq[Message]], str]) -> tuple[Seq[str], str]:
         """(what was repaired, the text); nothing, if nothing helps. Ends soon for templates that refuse slowly."""
@@ -153,37 +163,33 @@ class TemplateFormat:
 
     def _constraint(self, turn: Turn, tools: Seq[Tool], state: str) -> Grammar | None:
         think = self._think_of(turn, state)
-        parsed = _expression_of(turn.schema) if turn.schema is not None else None
-        if turn.schema is not None and (not tools or turn.choice.mode == "none"):
-            return self._schema_only(turn.schema, parsed, think, turn)
-        if turn.schema is not None and parsed is None and turn.choice.mode == "auto":
+        schema = _expression_of(turn.schema) if turn.schema is not None else None
+        if turn.schema is not None and not tools:
+            return self._schema_only(turn.schema, schema, think, turn)
+        if turn.schema is not None and schema is None and turn.choice.mode == "auto":
             message = f"tools can't be offered beside a constraint of the kind '{turn.schema.kind}'"
             raise RequestError(
-                "HR-CONSTRAINT-11", message, "use json_schema, json_object, regex or choice, or no tools"
+                "HR-CONSTRAINT-11", message, "use a json_schema, regex or choice, or leave the tools out"
             )
-        if not tools:
-            budget = turn.thinking_budget is not None and think
-            return _tagged({"think": think, "start": "free", "triggers": [], "most": 0, "body": ""}) if budget else None
-        required = turn.choice.mode == "required"
-        if required or parsed is not None:
-            body = self._caller.only_calls(chosen(tools, turn.choice), turn.choice)
-            if not required:
-                body = any_of([self._caller.content(parsed), body])
-            return _tagged({"think": think, "start": "body", "triggers": [], "most": 1, "body": _behind(think, body)})
-        openings = self._caller.openings(tools)
-        if not openings:
-            return _tagged({"think": think, "start": "free", "triggers": [], "most": 0, "body": ""}) if think else None
-        body = self._caller.calls(tools, turn.choice)
-        most = None if turn.choice.parallel else 1
-        return _tagged({"think": think, "start": "free", "triggers": list(openings), "most": most, "body": body})
+        caller, choice = self._caller, turn.choice
+        if choice.mode == "required" and tools:
+            return _body(think, caller.only_calls(chosen(tools, choice), choice))
+        if schema is not None:
+            return _body(think, any_of([caller.content(schema), caller.only_calls(tools, choice)]))
+        if tools:
+            body = caller.calls(tools, choice)
+            if triggers := [mark for mark in caller.triggers if begins(body, mark)]:
+                return _free(think, triggers, None if choice.parallel else 1, body)
+        if turn.tools and not tools and caller.triggers:
+            return _free(think, caller.triggers, 0)
+        return _free(think, ()) if think is not None and turn.thinking_budget is not None else None
 
     def _schema_only(self, schema: Grammar, parsed: Expression, think: Mapping[str, Any] | None, turn: Turn) -> Grammar:
         plain = self.family.content({"plain": True}) == {"plain": True}
         if think is None and plain:
             return schema
         if parsed is not None:
-            body = _behind(think, self.family.content(parsed))
-            return _tagged({"think": think, "start": "body", "triggers": [], "most": 1, "body": body})
+            return _body(think, self.family.content(parsed))
         if think is not None and think["begin"] is None and plain:
             return replace(schema, trigger=think["end"], trigger_budget=turn.thinking_budget)
         return schema
@@ -246,12 +252,38 @@ def _expression_of(schema: Grammar) -> Expression | None:
     return {"regex": schema.text} if schema.kind == "regex" else None
 
 
-def _behind(think: Mapping[str, Any] | None, body: Expression) -> Expression:
-    """The body, after the line breaks that models write behind reasoning."""
-    return {"seq": [{"regex": "\n{0,2}"}, body]} if think and think["begin"] is None else body
+def begins(expression: Expression, mark: str) -> bool:
+    """May texts of the expression begin with the mark?"""
+    match expression:
+        case str():
+            return expression.startswith(mark)
+        case {"special": name}:
+            return bool(name == mark)
+        case {"seq": [first, *rest]}:
+            return begins(first, mark) or (_may_be_empty(first) and begins({"seq": rest}, mark))
+        case {"any": each}:
+            return any(begins(one, mark) for one in each)
+        case {"many": body} | {"opt": body}:
+            return begins(body, mark)
+    return False
 
 
-def _tagged(document: Mapping[str, Any]) -> Grammar:
-    return Grammar(
-        "tagged", json.dumps({key: value for key, value in document.items() if value is not None or key == "most"})
-    )
+def _may_be_empty(expression: Expression) -> bool:
+    return expression == "" or (isinstance(expression, Mapping) and "opt" in expression)
+
+
+def _body(think: Mapping[str, Any] | None, body: Expression) -> Grammar:
+    """Reasoning, then this and nothing else; between them the line breaks that models write there."""
+    if think is not None and think["begin"] is None:
+        body = {"seq": [{"regex": "\n{0,2}"}, body]}
+    return _tagged(think, {"start": "body", "body": body})
+
+
+def _free(think: Mapping[str, Any] | None, triggers: Seq[str], most: int | None = None, body: Any = None) -> Grammar:
+    """Reasoning, then free text with bodies in it; most = 0: no trigger may come."""
+    document = {"start": "free", "triggers": list(triggers), "most": most}
+    return _tagged(think, document if body is None else document | {"body": body})
+
+
+def _tagged(think: Mapping[str, Any] | None, document: dict[str, Any]) -> Grammar:
+    return Grammar("tagged", json.dumps(document if think is None else {"think": think} | document, ensure_ascii=False))

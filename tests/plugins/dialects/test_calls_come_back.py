@@ -13,9 +13,12 @@ import pytest
 pytest.importorskip("hypothesis", reason="needs hypothesis (pip install 'headrace[dev]')")
 
 from call_texts import WRITERS, calls_of, family, read_answer, tool
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
+from headrace_plugins.dialects.parameters import TYPES, json_of
+
+WITHOUT_QUOTES = ("qwen-xml", "glm", "glm-compact", "minimax")
 TOOLS = [
     tool("f", a={"type": "string"}, b={"type": "integer"}),
     tool("weather.get-now", city={"type": "string"}, days={"type": "number"}),
@@ -90,6 +93,8 @@ _VALUES = some.recursive(
 @given(some.data())
 def test_any_arguments_come_back(name: str, data: some.DataObject) -> None:
     arguments = data.draw(some.dictionaries(_KEYS, _VALUES, max_size=3))
+    if name in WITHOUT_QUOTES:  # text that looks like another value is that value, where no schema tells them apart
+        assume(all(json.loads(json_of(each, TYPES)) == each for each in arguments.values() if isinstance(each, str)))
     written = WRITERS[name]([("ping", arguments), ("f", {"a": "x"})])
     cuts = data.draw(some.lists(some.integers(0, len(written)), max_size=6).map(sorted))
     parser = family(name).parser(TOOLS)
