@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import literal_text
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
@@ -20,7 +20,7 @@ from headrace_plugins.constraints.regex import (
     literal,
     repeat,
 )
-from headrace_plugins.constraints.trimming import references
+from headrace_plugins.constraints.trimming import post_order
 
 MAX_SIZE = 400
 """Parts of a regex that still takes in other rules and neighbours."""
@@ -33,38 +33,15 @@ def folded(rules: Rules) -> Rules:
     """
     plain: dict[str, Regex] = {}
     bodies: dict[str, Expr] = {}
-    for name in _bottom_up(rules.rules):
+    order, _ = post_order(rules.rules, rules.start)
+    for name in order:
         body = _folded(rules.rules[name], plain)
         bodies[name] = body
         regex = _regex(body, plain)
         if regex is not None and _size(regex) <= MAX_SIZE:
             plain[name] = regex
-    reached, waiting = {rules.start: None}, [rules.start]
-    while waiting:
-        for name in references(bodies[waiting.pop()]):
-            if name not in reached:
-                reached[name] = None
-                waiting.append(name)
-    return Rules(rules.start, {name: bodies[name] for name in rules.rules if name in reached})
-
-
-def _bottom_up(rules: Mapping[str, Expr]) -> Iterable[str]:
-    """Each rule behind those that it uses, as far as they don't use it."""
-    done: set[str] = set()
-    for root in rules:
-        if root in done:
-            continue
-        done.add(root)
-        stack = [(root, iter(tuple(references(rules[root]))))]
-        while stack:
-            name, used = stack[-1]
-            following = next((each for each in used if each not in done), None)
-            if following is None:
-                stack.pop()
-                yield name
-            else:
-                done.add(following)
-                stack.append((following, iter(tuple(references(rules[following])))))
+    kept = set(post_order(bodies, rules.start)[0])
+    return Rules(rules.start, {name: bodies[name] for name in rules.rules if name in kept})
 
 
 def _folded(body: Expr, plain: Mapping[str, Regex]) -> Expr:

@@ -397,6 +397,9 @@ class _Reader:
     def _pattern(self, start: int) -> Expr:
         self.space()
         text = self._quoted()
+        self.space()
+        if self.peek() == ",":
+            raise self.unsupported("options of Regex(...)", self.at)
         self.expect(")")
         try:
             return Rx(parse_pattern(text, search=False))

@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import literal_text, nullable
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.lexemes import lexical
 from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
-from headrace_plugins.constraints.trimming import some, trimmed
+from headrace_plugins.constraints.trimming import post_order, some, trimmed
 
 HEADER = "%llguidance {}"
+MAX_CHAIN = 100
+MAX_DEPTH = 1_000
+"""Rules that lead to each other. The compiler of llguidance 1.9.1 follows them by recursion and overflows its stack,
+with the process, between 2,000 and 5,000 of them (8 MiB). Beyond MAX_CHAIN they are named from the bottom up first."""
 _VALID = "/(?s:.*)/"
 """Every valid UTF-8 text: a complement alone would let other bytes through."""
 
@@ -28,20 +33,45 @@ def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
     """
     rules = lexical(trimmed(rules))
     printer = _Printer(rules, special)
+    order = printer.order()
     lines = [f"{printer.names[name]}: {printer.rule(body)}" for name, body in rules.rules.items()]
+    if order:
+        start = list(rules.rules).index(rules.start)
+        lines[start] = lines[start].replace("start: ", f"start: {printer.first}\n    | ", 1)
     terminals = [f"{name}: {definition}" for definition, name in printer.terminals.items()]
-    return "\n".join([HEADER, *lines, *terminals]) + "\n"
+    return "\n".join([HEADER, *lines, *order, *terminals]) + "\n"
 
 
 class _Printer:
     def __init__(self, rules: Rules, special: Mapping[str, int]) -> None:
         self.special = special
         self.terminals: dict[str, str] = {}
+        self.rules = rules
+        self.first = "first"
         self.names = {rules.start: "start"}
         for name in rules.rules:
             self.names.setdefault(name, f"{name}_rule" if name == "start" else name)
         while len(set(self.names.values())) < len(self.names):
             self.names = {name: as_ if as_ == "start" else f"{as_}_" for name, as_ in self.names.items()}
+
+    def order(self) -> list[str]:
+        """For long chains of rules: one that never matches and names them from the bottom up."""
+        rules, start = self.rules.rules, self.rules.start
+        names, depth = post_order(rules, start)
+        if depth <= MAX_CHAIN:
+            return []
+        first = {start: Seq(tuple(map(Ref, names)))} | {name: body for name, body in rules.items() if name != start}
+        depth = post_order(first, start)[1]
+        if depth > MAX_DEPTH:
+            raise RequestError(
+                "HR-CONSTRAINT-04",
+                f"a grammar in which {depth:,} rules lead to each other; at most {MAX_DEPTH:,} can be compiled",
+                "use repetition in place of chains of rules, or the engine xgrammar",
+            )
+        while self.first in self.names.values():
+            self.first += "_"
+        listed = " ".join(self.names[name] for name in names if name != start)
+        return [f"{self.first}: NEVER {listed}", "NEVER: /a/ & /b/"]
 
     def rule(self, body: Expr) -> str:
         if isinstance(body, Alt):

@@ -17,12 +17,14 @@ from headrace_plugins.constraints.automata import Terms, automaton, begins, lite
 from headrace_plugins.constraints.dfa import rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
 from headrace_plugins.constraints.regex import And, Cat, Chars, Not, Or, Ranges, Regex, Repeat, cat, literal
-from headrace_plugins.constraints.trimming import EMPTY_EXPR, references, some
+from headrace_plugins.constraints.trimming import EMPTY_EXPR, post_order, references, some
 
 MAX_STATES = 1_500
 """States looked at for one terminal, or one set of terminals that may come next. Beyond them nothing is found, and the
 promise of `Rx` stands alone."""
-MAX_ROUNDS = 40
+MAX_ROUNDS = 20
+FINE_ROUNDS = 8
+"""After so many rounds, terminals at which texts are lost are taken apart to single characters."""
 MAX_SAMPLES = 8
 """Places at which one terminal is cut in one round."""
 
@@ -39,7 +41,7 @@ def lexical(rules: Rules) -> Rules:
             break
         changed = {name: _merged(body, lost) for name, body in bodies.items()} if number == 0 else bodies
         if changed == bodies:
-            cuts = _Cuts(lost, set(bodies))
+            cuts = _Cuts(lost, set(bodies), fine=number >= FINE_ROUNDS)
             changed = {name: cuts.split(body) for name, body in bodies.items()} | cuts.added
         if changed == bodies:  # the rest can't be taken apart: texts may be lost, none is added
             break
@@ -97,8 +99,9 @@ def _merged(body: Expr, lost: Lost) -> Expr:
 class _Cuts:
     """Takes terminals apart, no further than their texts make necessary."""
 
-    def __init__(self, lost: Lost, taken: set[str]) -> None:
+    def __init__(self, lost: Lost, taken: set[str], *, fine: bool) -> None:
         self._taken = taken
+        self._fine = fine
         self.added: dict[str, Expr] = {}
         """Rules for terminals that only an automaton takes apart."""
         self._parts = {regex: _filled(self._cut(regex, list(texts))) for regex, texts in lost.items()}
@@ -119,6 +122,12 @@ class _Cuts:
 
     def _cut(self, regex: Regex, texts: list[str]) -> Expr:
         match regex:
+            case Cat(parts) if self._fine:
+                return Seq(tuple(self._cut(part, texts) for part in parts))
+            case Or(choices) if self._fine:
+                return Alt(tuple(self._cut(choice, texts) for choice in choices))
+            case Repeat(body, least, most) if self._fine:
+                return Rep(self._cut(body, texts), least, most)
             case Cat(parts):
                 whole = literal_text(regex)
                 places = sorted({place for text in texts for place in _places(parts, text, whole is not None)})
@@ -197,15 +206,16 @@ class _Survey:
     def _read(self) -> None:
         rules = self.rules.rules
         self._firsts = dict.fromkeys(rules, (0, False))
+        order = post_order(rules, self.rules.start)[0]
         changed = True
         while changed:
             changed = False
-            for name, body in rules.items():
-                found = self._first(body)
+            for name in order:
+                found = self._first(rules[name])
                 changed |= found != self._firsts[name]
                 self._firsts[name] = found
         self._follow = dict.fromkeys(rules, 0)
-        waiting = dict.fromkeys(rules)
+        waiting = dict.fromkeys(reversed(order))
         while waiting:
             name = next(iter(waiting))
             del waiting[name]

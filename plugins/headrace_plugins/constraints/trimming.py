@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import is_empty, nullable
@@ -65,6 +65,26 @@ def references(body: Expr) -> Iterable[str]:
                 waiting.extend(reversed(parts))
             case Rep(inner):
                 waiting.append(inner)
+
+
+def post_order(rules: Mapping[str, Expr], start: str) -> tuple[list[str], int]:
+    """Each rule that start leads to behind those that it uses, as far as they don't use it; and how many rules the
+    longest chain had on the way."""
+    order: list[str] = []
+    done = {start}
+    stack = [(start, iter(tuple(references(rules[start]))))]
+    depth = 1
+    while stack:
+        depth = max(depth, len(stack))
+        name, used = stack[-1]
+        following = next((each for each in used if each not in done), None)
+        if following is None:
+            stack.pop()
+            order.append(name)
+        else:
+            done.add(following)
+            stack.append((following, iter(tuple(references(rules[following])))))
+    return order, depth
 
 
 def _productive(bodies: dict[str, Expr]) -> set[str]:
