@@ -229,16 +229,14 @@ def value_of(wanted: Expected, text: str, output: Output) -> Any:
         )
     try:
         return wanted.read(text)
-    except ValidationError as error:
-        raise AnswerError(
-            "HR-CONSTRAINT-09", f"the type refuses the answer: {problems_of(error)}",
-            "say in the schema what the type's validators ask for", output=output,
-        ) from error  # fmt: skip
     except ValueError as error:
-        raise AnswerError(
-            "HR-CONSTRAINT-10", f"the answer is no JSON: {error}: {text[:60]!r}",
-            "a stop string may have cut it: leave `stop` out", output=output,
-        ) from error  # fmt: skip
+        if isinstance(error, ValidationError) and error.errors()[0]["type"] != "json_invalid":
+            code, why = "HR-CONSTRAINT-09", f"the type refuses the answer: {problems_of(error)}"
+            help = "say in the schema what the type's validators ask for"
+        else:
+            code, why = "HR-CONSTRAINT-10", f"the answer is no JSON: {str(error).partition(chr(10))[0]}: {text[:60]!r}"
+            help = "a stop string may have cut it: leave `stop` out"
+        raise AnswerError(code, why, help, output=output) from error
 
 
 def values_of(wanted: Expected, outputs: Sequence[Output], single: bool) -> list[Any]:
