@@ -14,13 +14,17 @@ from headrace_plugins.constraints.automata import literal_text, nullable
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.lexemes import lexical
 from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
-from headrace_plugins.constraints.trimming import post_order, some, trimmed
+from headrace_plugins.constraints.trimming import post_order, shallow, some, trimmed
 
 HEADER = "%llguidance {}"
 MAX_CHAIN = 100
 MAX_DEPTH = 1_000
 """Rules that lead to each other. The compiler of llguidance 1.9.1 follows them by recursion and overflows its stack,
 with the process, between 2,000 and 5,000 of them (8 MiB). Beyond MAX_CHAIN they are named from the bottom up first."""
+MAX_NESTING = 10
+"""Of expressions; llguidance reads 29 pairs of parentheses, and one expression may print two."""
+MAX_GROUPS = 60
+"""Levels of one regex; Rust's crate reads 250, and a level may print two."""
 _VALID = "/(?s:.*)/"
 """Every valid UTF-8 text: a complement alone would let other bytes through."""
 
@@ -31,7 +35,7 @@ def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
     special: name of a special token -> its id; a name that is not there is printed as text.
     Raises RequestError HR-CONSTRAINT-07 when no text matches.
     """
-    rules = lexical(trimmed(rules))
+    rules = shallow(lexical(trimmed(rules)), MAX_NESTING)
     printer = _Printer(rules, special)
     order = printer.order()
     lines = [f"{printer.names[name]}: {printer.rule(body)}" for name, body in rules.rules.items()]
@@ -116,8 +120,34 @@ class _Printer:
             return quoted(text)
         if nullable(regex):
             return f"({self._terminal(some(regex))})?"
-        definition = terminal(regex)
+        return self._named(regex)
+
+    def _named(self, regex: Regex) -> str:
+        definition = self._definition(regex)
         return self.terminals.setdefault(definition, f"T{len(self.terminals)}")
+
+    def _definition(self, regex: Regex) -> str:
+        """`/.../` where a regex is plain; else with Lark's operators, its parts as terminals of their own."""
+        if _is_plain(regex):
+            return f"/{rust(regex)}/"
+        match regex:
+            case Cat(parts):
+                return " ".join(map(self._part, _runs(parts)))
+            case Or(choices):
+                return " | ".join(map(self._part, choices))
+            case Repeat(body, least, most):
+                return f"({self._part(body)}){counts(least, most)}"
+            case And(parts):
+                positive = [self._part(part) for part in parts if not isinstance(part, Not)] or [_VALID]
+                negative = [f"~{self._part(part.body)}" for part in parts if isinstance(part, Not)]
+                return " & ".join(positive + negative)
+            case Not(body):
+                return f"{_VALID} & ~{self._part(body)}"
+            case _:
+                raise AssertionError(regex)
+
+    def _part(self, regex: Regex) -> str:
+        return self._definition(regex) if _is_plain(regex) else self._named(regex)
 
 
 def quoted(text: str) -> str:
@@ -129,31 +159,6 @@ def counts(least: int, most: int | None) -> str:
     if (least, most) in signs:
         return signs[least, most]
     return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
-
-
-def terminal(regex: Regex) -> str:
-    """A regex as the definition of a terminal: `/.../` where it is plain, with Lark's operators around `&` and `~`."""
-    if _is_plain(regex):
-        return f"/{rust(regex)}/"
-    match regex:
-        case Cat(parts):
-            return " ".join(map(_grouped, _runs(parts)))
-        case Or(choices):
-            return " | ".join(terminal(choice) for choice in choices)
-        case Repeat(body, least, most):
-            return f"({terminal(body)}){counts(least, most)}"
-        case And(parts):
-            positive = [_grouped(part) for part in parts if not isinstance(part, Not)] or [_VALID]
-            negative = [f"~({terminal(part.body)})" for part in parts if isinstance(part, Not)]
-            return " & ".join(positive + negative)
-        case Not(body):
-            return f"{_VALID} & ~({terminal(body)})"
-        case _:
-            raise AssertionError(regex)
-
-
-def _grouped(regex: Regex) -> str:
-    return terminal(regex) if _is_plain(regex) else f"({terminal(regex)})"
 
 
 def _runs(parts: tuple[Regex, ...]) -> list[Regex]:
@@ -169,15 +174,20 @@ def _runs(parts: tuple[Regex, ...]) -> list[Regex]:
 
 
 def _is_plain(regex: Regex) -> bool:
+    return _levels(regex) <= MAX_GROUPS
+
+
+def _levels(regex: Regex) -> int:
+    """How deep a regex is nested; beyond MAX_GROUPS with And or Not in it."""
     match regex:
         case Chars():
-            return True
+            return 0
         case And() | Not():
-            return False
+            return MAX_GROUPS + 1
         case Cat(parts) | Or(parts):
-            return all(map(_is_plain, parts))
+            return 1 + max(map(_levels, parts), default=0)
         case Repeat(body):
-            return _is_plain(body)
+            return 1 + _levels(body)
 
 
 def rust(regex: Regex) -> str:

@@ -87,6 +87,35 @@ def post_order(rules: Mapping[str, Expr], start: str) -> tuple[list[str], int]:
     return order, depth
 
 
+def shallow(rules: Rules, levels: int) -> Rules:
+    """The same grammar with expressions nested no deeper; what lies deeper stands in rules of its own."""
+    bodies = dict(rules.rules)
+
+    def visit(body: Expr) -> tuple[Expr, int]:
+        match body:
+            case Seq(parts) | Alt(parts):
+                visited = [visit(part) for part in parts]
+                inner = tuple(each for each, _ in visited)
+                height = 1 + max((height for _, height in visited), default=0)
+                result: Expr = Seq(inner) if isinstance(body, Seq) else Alt(inner)
+            case Rep(repeated, least, most):
+                each, height = visit(repeated)
+                result, height = Rep(each, least, most), height + 1
+            case _:
+                return body, 0
+        if height < levels:
+            return result, height
+        number = len(bodies)
+        while f"n{number}" in bodies:
+            number += 1
+        bodies[f"n{number}"] = result
+        return Ref(f"n{number}"), 0
+
+    for name, body in rules.rules.items():
+        bodies[name] = visit(body)[0]
+    return Rules(rules.start, bodies)
+
+
 def _productive(bodies: dict[str, Expr]) -> set[str]:
     """Rules that some text matches."""
     users: dict[str, list[str]] = {}
