@@ -16,6 +16,7 @@ from headrace import kvspace
 from headrace.errors import RequestError
 from headrace.types import SamplingParams
 
+DRAFTS = "../plugins/constraints/test_with_drafts.py::"
 LATER = "needs a part that does not exist yet: "
 
 REPORTS = {
@@ -45,6 +46,12 @@ REPORTS = {
     "stream_unicode_stop-05": "test_outputs.py::test_ending_inside_an_emoji",
     "stream_unicode_stop-06": "test_outputs.py::test_stop_across_tokens_and_characters",
     "stream_unicode_stop-07": "test_odd_stops",
+    "structured_x_spec-01": DRAFTS + "test_thirty_threads_and_a_drafter_that_is_always_wrong",
+    "structured_x_spec-02": DRAFTS + "test_drafts_behind_the_end",
+    "structured_x_spec-03": DRAFTS + "test_the_end_of_reasoning_inside_a_window",
+    "structured_x_spec-04": DRAFTS + "test_a_grammar_that_completes_inside_a_window",
+    "structured_x_spec-05": DRAFTS + "test_compiles_that_time_out_leave_nothing",
+    "structured_x_spec-06": DRAFTS + "test_a_draft_that_is_refused_again_and_again",
 }
 
 
@@ -53,7 +60,7 @@ def test_every_report_of_the_case_file_is_answered() -> None:
     if not folder:
         pytest.skip("HEADRACE_CASES names no folder of cases")
     text = (Path(folder) / "public_bugs.jsonl").read_text(encoding="utf-8")
-    topics = "determinism|scheduler|stream_unicode_stop|prefix_cache"
+    topics = "determinism|scheduler|stream_unicode_stop|prefix_cache|structured_x_spec"
     assert set(re.findall(rf'"id": "((?:{topics})-\d+)"', text)) == set(REPORTS)
 
 
