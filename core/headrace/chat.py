@@ -21,7 +21,7 @@ from headrace.llm import LLM, Params
 from headrace.schemas import Expected, expected
 from headrace.textfile import expanded, is_template, read_text
 from headrace.tools import Tool, choice_of, toolbox
-from headrace.types import FinishReason, Usage
+from headrace.types import FinishReason, Grammar, Usage
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -546,7 +546,8 @@ class _Rounds:
         output = yield _Wait(handle.result, handle.aresult)
         if output.error is not None:
             yield from _shown(last, "error")
-            raise output.error
+            blame = partial(self._blamed, output.error)
+            raise (yield _Wait(blame, partial(_in_thread, blame)))
         return reading.reply(output, self._expected), last
 
     def _turn(self, number: int) -> Turn:
@@ -563,6 +564,20 @@ class _Rounds:
             schema=self._expected.grammar if self._expected is not None else None,
             arguments=chat.arguments,
         )
+
+    def _blamed(self, error: Exception) -> Exception:
+        """The error of a grammar that can't be made, by the name of the tool whose schema is at fault."""
+        engine = self._chat.llm.pipeline.constraints
+        if engine is None or not isinstance(error, RequestError) or error.code not in _NO_GRAMMAR:
+            return error
+        for tool in self._chat.tools.values():
+            try:
+                engine.compile(Grammar.json_schema(tool.parameters))
+            except RequestError as own:
+                blamed = RequestError("HR-TOOL-02", f"the tool {tool.name!r}: {own.message}", own.help)
+                blamed.__cause__ = error
+                return blamed
+        return error
 
     def _is_own(self, call: Mapping[str, Any]) -> bool:
         """Is the call run here? One of an unknown tool is answered with an error."""
@@ -581,6 +596,15 @@ class _Rounds:
     def _keep(self, said: list[Message]) -> None:
         if self._held:
             self._chat._turns = [*self._chat._latest(len(self._asked)), *self._asked, *said]
+
+
+_NO_GRAMMAR = ("HR-CONSTRAINT-02", "HR-CONSTRAINT-03", "HR-CONSTRAINT-04")
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    import asyncio
+
+    return await asyncio.to_thread(function)
 
 
 def _shown(chunk: ChatChunk | None, reason: FinishReason | None) -> Iterator[ChatChunk]:
