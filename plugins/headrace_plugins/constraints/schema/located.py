@@ -50,8 +50,8 @@ class Schema:
         """The node of a schema inside this one."""
         return self.reader.node_of(self.reader.library.place(schema, self.at.place, *keys), self.at.scope)
 
-    def pattern(self, text: str, keyword: str, *keys: str | int) -> Regex | None:
-        return self.reader.pattern(text, self.where(keyword, *keys), keyword)
+    def pattern(self, text: str, keyword: str, *keys: str) -> Regex | None:
+        return self.reader.pattern(self, text, keyword, *keys)
 
     def drop(self, keyword: str, why: str) -> None:
         self.table.drop(self.where(), keyword, why)

@@ -113,16 +113,15 @@ class Reader:
             parts.insert(0, base)
         return with_unevaluated(schema, self.table.both(*parts))
 
-    def pattern(self, text: str, pointer: str, keyword: str, *, search: bool = True) -> Regex | None:
-        """The language of a pattern at `pointer`; None where it was dropped."""
-        key = f"{search}{text}"
-        if key not in self._patterns:
+    def pattern(self, schema: Schema, text: str, keyword: str, *keys: str) -> Regex | None:
+        """The language of a pattern, which is found somewhere in a text; None where it was dropped."""
+        if text not in self._patterns:
             self._budget.ask()
             try:
-                self._patterns[key] = parse_pattern(text, search=search, dialect="ecma")
+                self._patterns[text] = parse_pattern(text, search=True, dialect="ecma")
             except RequestError as error:
                 if error.code != "HR-CONSTRAINT-03":
-                    raise error_with_pointer(error, pointer) from None
-                self.table.drop(pointer, keyword, error.message)
+                    raise error_with_pointer(error, schema.where(keyword, *keys)) from None
+                schema.drop(keyword, error.message)
                 return None
-        return self._patterns[key]
+        return self._patterns[text]

@@ -34,6 +34,7 @@ from headrace_plugins.constraints.schema.objects import finished
 from headrace_plugins.constraints.schema.shapes import Node, Object, String
 
 _BARRIER: Node = -1
+_NEGATING = ("not", "oneOf", "if")
 MAX_LOOKED_AHEAD = 12
 """How deep inside values it is looked whether a union is empty."""
 
@@ -80,8 +81,6 @@ class Table:
                 shapes = self.work_out(node)
                 kept = [shape for shape in shapes if not unions.is_hollow(shape, self)]
             except RecursionError:
-                self._active.clear()
-                self._depth = 0
                 raise exceeded("has references that lead too deep", "depth", self.budget.limits.depth) from None
             shown = tuple(finished(shape, self) if isinstance(shape, Object) else shape for shape in kept)
             self._shown[node] = shown
@@ -323,7 +322,7 @@ class Table:
     # what can't be said
 
     def drop(self, pointer: str, keyword: str, why: str) -> None:
-        """A keyword can't be kept. Raises HR-CONSTRAINT-03, or notes it when lenient."""
+        """A keyword of the schema at `pointer` can't be kept. Raises HR-CONSTRAINT-03, or notes it when lenient."""
         if not self.lenient:
             raise refused(pointer, keyword, why)
         problem = (pointer, keyword, why)
@@ -333,12 +332,10 @@ class Table:
 
     def give_up(self, why: str) -> None:
         node = next((each for each in reversed(self._active) if each != _BARRIER), self.root)
-        self.drop(self.where(node), self._keyword(node), why)
-
-    def _keyword(self, node: Node) -> str:
-        expression = self._expressions[self.expanded(node)]
-        kinds = {One: "oneOf", Outside: "not"}
-        return kinds.get(type(expression), "not")
+        expression = self._expressions[node]
+        schema = expression.place.schema if isinstance(expression, At) else None
+        keywords = schema if isinstance(schema, dict) else {}
+        self.drop(self.where(node), next((each for each in _NEGATING if each in keywords), "not"), why)
 
 
 def error_with_pointer(error: RequestError, pointer: str) -> RequestError:
