@@ -7,7 +7,7 @@ are one, and a terminal never matches the empty text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import literal_text, nullable
@@ -35,7 +35,7 @@ def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
     special: name of a special token -> its id; a name that is not there is printed as text.
     Raises RequestError HR-CONSTRAINT-07 when no text matches.
     """
-    rules = shallow(lexical(trimmed(rules)), MAX_NESTING)
+    rules = shallow(lexical(trimmed(_spelled_out(rules, special))), MAX_NESTING)
     printer = _Printer(rules, special)
     order = printer.order()
     lines = [f"{printer.names[name]}: {printer.rule(body)}" for name, body in rules.rules.items()]
@@ -44,6 +44,37 @@ def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
         lines[start] = lines[start].replace("start: ", f"start: {printer.first}\n    | ", 1)
     terminals = [f"{name}: {definition}" for definition, name in printer.terminals.items()]
     return "\n".join([HEADER, *lines, *order, *terminals]) + "\n"
+
+
+def _spelled_out(rules: Rules, special: Mapping[str, int]) -> Rules:
+    """The rules with names that are no special token as text, which terminals before it must leave for it."""
+
+    def text_of(body: Expr) -> Expr:
+        match body:
+            case Special(name) if name not in special:
+                return Lit(name)
+            case Seq(parts):
+                return Seq(tuple(map(text_of, parts)))
+            case Alt(choices):
+                return Alt(tuple(map(text_of, choices)))
+            case Rep(inner, least, most):
+                return Rep(text_of(inner), least, most)
+        return body
+
+    unknown = any(isinstance(each, Special) and each.name not in special for each in _parts(rules))
+    return Rules(rules.start, {name: text_of(body) for name, body in rules.rules.items()}) if unknown else rules
+
+
+def _parts(rules: Rules) -> Iterator[Expr]:
+    waiting = list(rules.rules.values())
+    while waiting:
+        body = waiting.pop()
+        yield body
+        match body:
+            case Seq(parts) | Alt(parts):
+                waiting += parts
+            case Rep(inner):
+                waiting.append(inner)
 
 
 class _Printer:
