@@ -31,6 +31,9 @@ class Granite(Family):
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return {"seq": [{"special": MARKS[0]}, json_list(tools, choice)]}
 
+    def openings(self, tools: Seq[Tool]) -> tuple[str, ...]:
+        return MARKS[:1]
+
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return GraniteCalls()
 
