@@ -193,15 +193,40 @@ class _Resolver:
         return rest.map(lambda following: either(following, behind))
 
     def _repeated(self, node: Times, rest: _Rest) -> _Rest:
+        parts = _anchored(node)
+        if parts is not None:
+            return self.before(_written(parts, node.at), rest)
         if node.most is not None and node.most <= MAX_COPIES:
-            result = rest
-            for count in reversed(range(node.most)):
-                result = self.before(node.body, result)
-                if count >= node.least and count < node.most:
-                    pass
-                result = self._checked(result.merge(rest, either) if count >= node.least else result)
-            return result
+            return self._copies(node.body, node.least, node.most, rest)
+        if rest.start == rest.word == rest.other == ANY_TEXT and node.least <= MAX_COPIES:
+            return self._copies(node.body, node.least, node.least, rest)  # any more may as well be of the rest
+        if rest.start == rest.word == rest.other == EMPTY:
+            tempered = self._tempered(node)
+            if tempered is not None:
+                return _Rest.same(tempered)
         raise self._refuse("an assertion inside of a repetition", node.at)
+
+    def _copies(self, body: Node, least: int, most: int, rest: _Rest) -> _Rest:
+        result = rest
+        for count in reversed(range(most)):
+            result = self.before(body, result)
+            result = self._checked(result.merge(rest, either) if count >= least else result)
+        return result
+
+    def _tempered(self, node: Times) -> Regex | None:
+        """Lookaheads before each character to the end of the text, as in ((?!x).)*: it begins so at no character."""
+        if not isinstance(node.body, Series) or not isinstance(node.body.parts[-1], Chars):
+            return None
+        each, faults = node.body.parts[-1], []
+        for ahead in node.body.parts[:-1]:
+            if not isinstance(ahead, Ahead):
+                return None
+            found = self.before(ahead.body, _Rest.same(ANY_TEXT))
+            if not found.start == found.word == found.other:
+                return None
+            faults.append(found.start if ahead.negative else complement(found.start))
+        fault = cat(repeat(each), both(either(*faults), cat(each, ANY_TEXT)))
+        return both(repeat(each, node.least, node.most), complement(fault))
 
     def _checked(self, rest: _Rest) -> _Rest:
         for regex in (rest.start, rest.word, rest.other):
@@ -227,6 +252,85 @@ class _Resolver:
                 size = 1
         self._sizes[id(regex)] = (regex, size)
         return size
+
+
+_Anchored = dict[tuple[bool, bool], Regex]
+"""(begins at the start, ends at the end) -> the texts that match there."""
+
+
+def _anchored(node: Node) -> _Anchored | None:
+    """What a part matches by the anchors it needs; None where it has other assertions."""
+    match node:
+        case Edge(kind):
+            return {(kind == "start", kind == "end"): EMPTY} if kind in ("start", "end") else None
+        case Ahead():
+            return None
+        case Series(parts):
+            result: _Anchored = {(False, False): EMPTY}
+            for part in parts:
+                following = _anchored(part)
+                if following is None:
+                    return None
+                result = _joined(result, following)
+            return result
+        case Choice(choices):
+            result = {}
+            for choice in choices:
+                found = _anchored(choice)
+                if found is None:
+                    return None
+                for flags, regex in found.items():
+                    result[flags] = either(result.get(flags, NOTHING), regex)
+            return result
+        case Times(body, least, most):
+            inner = _anchored(body)
+            return None if inner is None else _repeated_anchors(inner, least, most)
+        case _:
+            return {(False, False): node}
+
+
+def _joined(first: _Anchored, second: _Anchored) -> _Anchored:
+    result: _Anchored = {}
+    for (starts, ended), before in first.items():
+        for (started, ends), behind in second.items():
+            if (ended and not nullable(behind)) or (started and not nullable(before)):
+                continue
+            joined = EMPTY if ended and started else before if ended else behind if started else cat(before, behind)
+            flags = (starts or started, ended or ends)
+            result[flags] = either(result.get(flags, NOTHING), joined)
+    return result
+
+
+def _repeated_anchors(body: _Anchored, least: int, most: int | None) -> _Anchored:
+    """Only the first time may need the start, only the last the end; any others that do have to match nothing."""
+    plain, first, last, alone = (
+        body.get(flags, NOTHING) for flags in ((False, False), (True, False), (False, True), (True, True))
+    )
+
+    def between(taken: int, *fillers: Regex) -> Regex:
+        if most is not None and most < taken:
+            return NOTHING
+        low = 0 if any(map(nullable, fillers)) else max(least - taken, 0)
+        return repeat(plain, low, None if most is None else most - taken)
+
+    any_empty = any(map(nullable, (plain, first, last)))
+    single = alone if least <= 1 or any_empty else EMPTY if nullable(alone) else NOTHING
+    result = {
+        (False, False): either(EMPTY, between(0)) if least == 0 else between(0),
+        (True, False): cat(first, between(1, first)),
+        (False, True): cat(between(1, last), last),
+        (True, True): either(cat(first, between(2, first, last), last), single),
+    }
+    return {flags: regex for flags, regex in result.items() if regex != NOTHING}
+
+
+def _written(parts: _Anchored, at: int) -> Node:
+    choices: list[Node] = []
+    for (starts, ends), regex in parts.items():
+        before: list[Node] = [Edge("start", at)] if starts else []
+        behind: list[Node] = [Edge("end", at)] if ends else []
+        choices.append(Series.of([*before, regex, *behind]))
+    return Choice.of(choices) if choices else NOTHING
 
 
 def _without_empty(regex: Regex) -> Regex:

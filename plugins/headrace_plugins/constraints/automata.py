@@ -33,6 +33,9 @@ MAX_STATES = 20_000
 NODES_PER_STATE = 40
 """Terms that may be made per state of the limit: bounds the memory of languages whose states are long unions."""
 
+SHORT_TEXT = 64
+"""Characters of a text that is one term; the ends of longer ones would take up memory by the square."""
+
 
 class Language:
     """One language that is asked many times; states are worked out when met. Not for several threads at once."""
@@ -97,7 +100,7 @@ def begins(regex: Regex, text: str) -> bool:
 
 def is_empty(regex: Regex, limit: int = MAX_STATES) -> bool:
     """Whether no text matches. Raises HR-CONSTRAINT-04 above `limit` states."""
-    if not _contains_operators(regex):
+    if not contains_operators(regex):
         return regex == NOTHING or not _possible(regex)
     return Language(regex, limit).is_empty()
 
@@ -150,18 +153,18 @@ def literal_text(regex: Regex) -> str | None:
     return "".join(text)
 
 
-def _contains_operators(regex: Regex) -> bool:
+def contains_operators(regex: Regex) -> bool:
     match regex:
         case Chars():
             return False
         case And() | Not():
             return True
         case Cat(parts):
-            return any(map(_contains_operators, parts))
+            return any(map(contains_operators, parts))
         case Or(choices):
-            return any(map(_contains_operators, choices))
+            return any(map(contains_operators, choices))
         case Repeat(body):
-            return _contains_operators(body)
+            return contains_operators(body)
 
 
 def _possible(regex: Regex) -> bool:
@@ -216,8 +219,11 @@ class Terms:
             case Chars(ranges):
                 return self._number(("chars", ranges), False)
             case Cat(parts):
+                text = literal_text(regex) if len(parts) <= SHORT_TEXT else None
+                if text:
+                    return self.text(text)
                 number = self.EMPTY
-                for part in reversed(parts):
+                for part in reversed(_counted(parts)):
                     number = self.cat(self.read(part), number)
                 return number
             case Or(choices):
@@ -228,6 +234,9 @@ class Terms:
                 return self.negation(self.read(body))
             case Repeat(body, least, most):
                 return self.repeat(self.read(body), least, most)
+
+    def text(self, text: str) -> int:
+        return self._number(("text", text), False) if text else self.EMPTY
 
     def cat(self, first: int, rest: int) -> int:
         if first == self.NOTHING or rest == self.NOTHING:
@@ -302,6 +311,8 @@ class Terms:
                 return [(low, high, self.EMPTY) for low, high in ranges]  # type: ignore[attr-defined]
             case ("empty",):
                 return []
+            case ("text", str(text)):
+                return [(ord(text[0]), ord(text[0]), self.text(text[1:]))]
             case ("cat", _, _):
                 return self._derive_cat(number)
             case ("repeat", int(body), int(least), most):
@@ -373,6 +384,19 @@ class Terms:
                 else:
                     result.append((point, following - 1, target))
         return result
+
+
+def _counted(parts: tuple[Regex, ...]) -> list[Regex]:
+    """With repetitions of the same thing in a row as one."""
+    result: list[Regex] = []
+    for part in parts:
+        before = result[-1] if result else None
+        if isinstance(part, Repeat) and isinstance(before, Repeat) and part.body == before.body:
+            most = None if part.most is None or before.most is None else part.most + before.most
+            result[-1] = Repeat(part.body, part.least + before.least, most)
+        else:
+            result.append(part)
+    return result
 
 
 def _too_big(limit: int, what: str) -> RequestError:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Literal
 
 from headrace_plugins.constraints.regex import ANY_CHAR, Chars, Ranges, chars
+from headrace_plugins.constraints.scripts import CODES, SCRIPTS
 
 Dialect = Literal["ecma", "python"]
 
@@ -93,7 +94,7 @@ def property_of(name: str) -> Chars | None:
     key, equals, value = name.partition("=")
     if equals:
         if key in ("Script", "sc"):
-            return None
+            return _script(value)
         if key not in ("General_Category", "gc"):
             return None
         return _category(value)
@@ -113,6 +114,11 @@ def either_case(of: Chars) -> Chars:
 
 def _within(variants: dict[int, tuple[int, ...]], low: int, high: int) -> Iterable[int]:
     return range(low, high + 1) if high - low < 100 else [point for point in variants if low <= point <= high]
+
+
+def _script(name: str) -> Chars | None:
+    spans = [span.partition("-") for span in SCRIPTS.get(CODES.get(name, name), "").split()]
+    return chars((int(low, 16), int(high or low, 16)) for low, _, high in spans) if spans else None
 
 
 def _category(name: str) -> Chars | None:
