@@ -17,6 +17,7 @@ from headrace.errors import RequestError
 from headrace.types import SamplingParams
 
 DRAFTS = "../plugins/constraints/test_with_drafts.py::"
+CALLS = "../plugins/test_reported_calls.py::"
 LATER = "needs a part that does not exist yet: "
 
 REPORTS = {
@@ -52,6 +53,14 @@ REPORTS = {
     "structured_x_spec-04": DRAFTS + "test_a_grammar_that_completes_inside_a_window",
     "structured_x_spec-05": DRAFTS + "test_compiles_that_time_out_leave_nothing",
     "structured_x_spec-06": DRAFTS + "test_a_draft_that_is_refused_again_and_again",
+    "tool_calls-01": CALLS + "test_arguments_that_end_with_a_number_a_boolean_or_an_object",
+    "tool_calls-02": CALLS + "test_arguments_that_end_with_a_number_a_boolean_or_an_object",
+    "tool_calls-03": CALLS + "test_a_mark_without_a_call_is_content",
+    "tool_calls-04": CALLS + "test_braces_in_arguments",
+    "tool_calls-05": "test_chat_tools.py::test_calls_without_a_function_go_to_the_caller",
+    "tool_calls-06": "test_chat_tools.py::test_a_call_that_is_cut_off_is_not_run",
+    "tool_calls-07": "../plugins/test_tools_random_logits.py::test_many_tools",
+    "tool_calls-08": "test_chat_tools.py::test_names_are_sent_once",
 }
 
 
@@ -60,7 +69,7 @@ def test_every_report_of_the_case_file_is_answered() -> None:
     if not folder:
         pytest.skip("HEADRACE_CASES names no folder of cases")
     text = (Path(folder) / "public_bugs.jsonl").read_text(encoding="utf-8")
-    topics = "determinism|scheduler|stream_unicode_stop|prefix_cache|structured_x_spec"
+    topics = "determinism|scheduler|stream_unicode_stop|prefix_cache|structured_x_spec|tool_calls"
     assert set(re.findall(rf'"id": "((?:{topics})-\d+)"', text)) == set(REPORTS)
 
 

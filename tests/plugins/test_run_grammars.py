@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from headrace import LLM, Grammar
 from headrace.cli import main
-from headrace.errors import EXIT_CONFIG, EXIT_OK, EXIT_REQUEST, EXIT_USAGE
+from headrace.errors import EXIT_CONFIG, EXIT_OK, EXIT_REQUEST, EXIT_USAGE, RequestError
 
 TOY = "toy://vocab=300,seed=3,context=2048"
 Outcome = tuple[int, str, str]
@@ -144,3 +145,28 @@ def test_what_the_engine_refuses(headrace: Any, options: tuple[str, ...], code: 
     assert found[0] == EXIT_REQUEST
     assert code in found[2]
     assert text in found[2]
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type": "notatype"}'),
+        ("json_schema", '{"properties": {"a": {"type": "string", "pattern": "["}}}'),
+        ("json_schema", "{"),
+        ("json_schema", ""),
+        ("regex", "["),
+        ("regex", "(?P<"),
+        ("regex", "\\"),
+        ("regex", "*"),
+        ("regex", "(?<=a+)b"),
+    ],
+)
+def test_hostile_grammars_end_their_request_alone(kind: str, text: str) -> None:
+    """security-8, security-9: who asks with nonsense gets an error, and nobody else notices."""
+    with LLM(TOY) as llm:
+        outputs = llm.generate(["a", "b"], [{"max_tokens": 5}, {"max_tokens": 5, "constraint": Grammar(kind, text)}])
+        assert [output.finish_reason for output in outputs] == ["length", "error"]
+        assert isinstance(outputs[1].error, RequestError)
+        assert outputs[1].error.code in ("HR-CONSTRAINT-02", "HR-CONSTRAINT-03")
+        assert outputs[0].text == llm.generate("a", {"max_tokens": 5}).text
