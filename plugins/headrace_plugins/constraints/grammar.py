@@ -31,6 +31,9 @@ class Rx:
     continue it."""
 
     regex: Regex
+    sure: bool = False
+    """Some text matches, and among terminals that are all sure taking the longest match loses none: printers need not
+    look."""
 
 
 @dataclass(frozen=True, slots=True)

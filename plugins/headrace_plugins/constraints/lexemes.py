@@ -182,24 +182,28 @@ class _Survey:
     _follow: dict[str, int] = field(default_factory=dict)
     _next: dict[int, int] = field(default_factory=dict)
     _lead: dict[int, int] = field(default_factory=dict)
+    _unsure: int = 0
 
     def conflicts(self) -> Lost:
         """The terminals that would go on where a text may be lost."""
         self._read()
         lost: dict[int, dict[str, None]] = {}
         for number, behind in self._next.items():
+            if not (1 << number | behind) & self._unsure:
+                continue
             text = self._goes_on(number, self._leads(behind))
             if text is not None:
                 lost.setdefault(number, {})[text] = None
         terms = Terms(MAX_STATES)
-        starts = [terms.read(regex) if regex is not None else Terms.NOTHING for regex in self.terminals]
+        starts: dict[int, int] = {}
         rows = [self._firsts[self.rules.start][0], *self._next.values()]
         checked: set[int] = set()
         while rows:
             row = rows.pop()
             if row not in checked:
                 checked.add(row)
-                rows += self._check(row, terms, starts, lost)
+                if _union(1 << number | self._next.get(number, 0) for number in _members(row)) & self._unsure:
+                    rows += self._check(row, terms, starts, lost)
         found = ((self.terminals[number], texts) for number, texts in lost.items())
         return {regex: texts for regex, texts in found if regex is not None and not isinstance(regex, Chars)}
 
@@ -233,6 +237,8 @@ class _Survey:
                 if regex is not None:
                     self._by_regex[regex] = number
             self._numbers[leaf] = number
+            if not (isinstance(leaf, Rx) and leaf.sure):
+                self._unsure |= 1 << number
         return number
 
     def _first(self, body: Expr) -> tuple[int, bool]:
@@ -315,10 +321,17 @@ class _Survey:
             return None
         return None
 
-    def _check(self, row: int, terms: Terms, starts: list[int], lost: dict[int, dict[str, None]]) -> list[int]:
+    def _check(self, row: int, terms: Terms, starts: dict[int, int], lost: dict[int, dict[str, None]]) -> list[int]:
         """Compare the terminals of a row with each other. Returns the rows behind texts that several of them match."""
         new: list[int] = []
-        start = tuple((number, starts[number]) for number in _members(row) if starts[number] != Terms.NOTHING)
+        for number in _members(row):
+            regex = self.terminals[number]
+            if number not in starts and regex is not None:
+                try:
+                    starts[number] = terms.read(regex)
+                except RequestError:
+                    return new
+        start = tuple((number, starts[number]) for number in _members(row) if number in starts)
         seen, waiting = {start: ""}, [start]
         for states in waiting:  # grows while it is walked
             complete = _union(1 << number for number, state in states if terms.nullable[state])

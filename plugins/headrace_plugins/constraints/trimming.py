@@ -30,6 +30,13 @@ EMPTINESS_STATES = 2_000
 """Up to so many states of a regex with And or Not are looked at to find that it matches nothing."""
 
 
+def too_deep() -> RequestError:
+    """For an expression or a regex deeper than the stack of this process."""
+    return RequestError(
+        "HR-CONSTRAINT-04", "a grammar is nested too deep", "take inner parts out into rules of their own"
+    )
+
+
 def trimmed(rules: Rules) -> Rules:
     """The same grammar without alternatives that match no text and rules that are not reached.
 
@@ -166,8 +173,8 @@ def _simplified(body: Expr) -> Expr:
     match body:
         case Lit(text):
             return body if text else EMPTY_EXPR
-        case Rx(regex):
-            return _simplified_regex(regex)
+        case Rx(regex, sure):
+            return body if sure else _simplified_regex(regex)
         case Seq(parts):
             flat: list[Expr] = []
             for part in map(_simplified, parts):

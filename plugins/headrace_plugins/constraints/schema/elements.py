@@ -53,8 +53,10 @@ def _fitted(writer: Writer, shape: Array) -> Array:
     return replace(shape, prefix=prefix, most=most, contains=contains)
 
 
-def _framed(writer: Writer, inside: Expr) -> Expr:
-    return Seq((writer.array.open, inside, writer.array.close))
+def _framed(writer: Writer, inside: Expr, or_empty: bool = False) -> Expr:
+    """An empty array is one terminal, not two: so inside is one element or more."""
+    some = Seq((writer.array.open, inside, writer.array.close))
+    return Alt((some, writer.array.empty)) if or_empty else some
 
 
 def _plain(writer: Writer, shape: Array) -> Expr:
@@ -119,7 +121,8 @@ class _Counting:
         while self._waiting:
             state = self._waiting.pop()
             self._writer.rules[self._refs[state].name] = self._body(state)
-        return _framed(self._writer, start)
+        may_be_empty = not self._shape.least and all(not each.least for each in self._shape.contains)
+        return _framed(self._writer, start, may_be_empty)
 
     def _ref(self, state: _State) -> Ref:
         known = self._refs.get(state)
@@ -133,7 +136,7 @@ class _Counting:
         shape = self._shape
         choices: list[Expr] = []
         loops: list[Expr] = []
-        if state.length >= shape.least and all(
+        if 0 < state.length >= shape.least and all(
             count >= each.least for count, each in zip(state.counts, shape.contains, strict=True)
         ):
             choices.append(EMPTY)
@@ -191,7 +194,7 @@ class _Different:
         while self._waiting:
             state = self._waiting.pop()
             self._writer.rules[self._refs[state].name] = self._body(*state)
-        return _framed(self._writer, start)
+        return _framed(self._writer, start, not self._shape.least and not self._shape.not_unique)
 
     def _survey(self) -> None:
         """Number the values that elements can have."""
@@ -223,7 +226,7 @@ class _Different:
     def _body(self, seen: int, length: int, repeated: bool) -> Expr:
         shape = self._shape
         choices: list[Expr] = []
-        if length >= shape.least and (repeated or not shape.not_unique):
+        if 0 < length >= shape.least and (repeated or not shape.not_unique):
             choices.append(EMPTY)
         if shape.most is None or length < shape.most:
             base = shape.prefix[length] if length < len(shape.prefix) else shape.rest

@@ -7,13 +7,13 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Rx, Seq
+from headrace_plugins.constraints.grammar import Alt, Expr, Rx, Seq
 from headrace_plugins.constraints.schema.numbers import spellings
 from headrace_plugins.constraints.schema.scalars import has_number
 from headrace_plugins.constraints.schema.shapes import Array, Boolean, Node, Null, Number, Object, Shape, String
 
 if TYPE_CHECKING:
-    from headrace_plugins.constraints.schema.writing import Writer
+    from headrace_plugins.constraints.schema.writing import Frame, Writer
 
 MAX_DEPTH = 4
 Value = tuple[object, ...]
@@ -40,13 +40,14 @@ def finite_values(writer: Writer, node: Node, most: int, depth: int = 0) -> dict
 def _values(writer: Writer, shape: Shape, most: int, depth: int) -> Iterator[tuple[Value, Expr]] | None:
     match shape:
         case Null():
-            return iter([(("null",), Lit(writer.notation.null))])
+            return iter([(("null",), writer.word(None))])
         case Boolean(values):
-            words = {True: writer.notation.true, False: writer.notation.false}
-            return iter([(("boolean", value), Lit(words[value])) for value in values])
+            return iter([(("boolean", value), writer.word(value)) for value in values])
         case Number():
             numbers = _numbers(shape, most)
-            return None if numbers is None else ((("number", value), Rx(spellings(value))) for value in numbers)
+            return (
+                None if numbers is None else ((("number", value), Rx(spellings(value), sure=True)) for value in numbers)
+            )
         case String(values=texts):
             if texts is None or len(texts) > most:
                 return None
@@ -77,9 +78,7 @@ def _arrays(writer: Writer, shape: Array, most: int, depth: int) -> Iterator[tup
     rows: list[tuple[Value, tuple[Expr, ...]]] = [((), ())]
     for length in range(shape.most + 1):
         if length >= shape.least:
-            found += [
-                (("array", *values), Seq((writer.array.open, *written, writer.array.close))) for values, written in rows
-            ]
+            found += [(("array", *values), _framed(writer.array, written)) for values, written in rows]
         if length == shape.most:
             break
         values_here = places[length]
@@ -109,5 +108,8 @@ def _objects(writer: Writer, shape: Object, most: int, depth: int) -> Iterator[t
             for value, text in values.items()
         ]
         rows = with_it if each.required else with_it + rows
-    frame = writer.object
-    return ((("object", *sorted(members)), Seq((frame.open, *written, frame.close))) for members, written in rows)
+    return ((("object", *sorted(members)), _framed(writer.object, written)) for members, written in rows)
+
+
+def _framed(frame: Frame, written: tuple[Expr, ...]) -> Expr:
+    return Seq((frame.open, *written, frame.close)) if written else frame.empty

@@ -111,10 +111,9 @@ class _Counting:
         while self._waiting:
             state = self._waiting.pop()
             self._writer.rules[self._refs[state].name] = self._body(state)
-        return start if frame.keywords else self._framed(start)
-
-    def _framed(self, start: Expr) -> Expr:
-        return Seq((self._frame.open, start, self._frame.close))
+        some = Seq((frame.open, start, frame.close))
+        may_be_empty = not (self._shape.least or self._all or any(each.required for each in self._named))
+        return Alt((some, frame.empty)) if may_be_empty else some
 
     def _ref(self, state: _State) -> Ref:
         known = self._refs.get(state)
@@ -161,7 +160,8 @@ class _Counting:
 
     def _behind(self, state: _State) -> Expr:
         """Members of other names."""
-        ends = state.count >= self._shape.least and state.fulfilled == self._all
+        # Without any member the object is written as one terminal, not as two.
+        ends = 0 < state.count >= self._shape.least and state.fulfilled == self._all
         if not self._others or not self._has_room(state):
             return EMPTY if ends else Alt(())
         if state.fulfilled == self._all:
@@ -181,8 +181,7 @@ class _Counting:
         room = None if self._shape.most is None else self._shape.most - state.count
         if state.count:
             return Rep(Seq((self._frame.comma, other)), 0 if ends else 1, room)
-        some = Seq((other, Rep(Seq((self._frame.comma, other)), 0, None if room is None else room - 1)))
-        return Alt((some, EMPTY)) if ends else some
+        return Seq((other, Rep(Seq((self._frame.comma, other)), 0, None if room is None else room - 1)))
 
     def _other_ways(self, state: _State) -> Iterator[tuple[Regex, Expr, _State]]:
         count = min(state.count + 1, self._enough)

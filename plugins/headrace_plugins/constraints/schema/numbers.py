@@ -38,8 +38,8 @@ MAX_LISTED = 256
 MAX_DIGITS = 400
 """Of a bound: more than any double has before the point, or needs behind it where people write one."""
 MAX_STATES = 20_000
-REGEX_PARTS = 400
-"""Up to so many parts an automaton is written as one regex, which lexers read at once."""
+REGEX_STATES, REGEX_PARTS = 12, 400
+"""Up to so many states, and parts of the result, an automaton is written as one regex, which lexers read at once."""
 
 MINUS = repeat(literal("-"), 0, 1)
 POINT = literal(".")
@@ -298,7 +298,7 @@ def _all_of(base: Regex, steps: list[tuple[Dfa, bool]], where: str) -> Regex | D
         machine = steps[0][0]
     else:
         machine = _product([(automaton(base, MAX_STATES), True), *steps], where)
-    regex = regex_of(machine, REGEX_PARTS)
+    regex = regex_of(machine, REGEX_PARTS) if len(machine.edges) <= REGEX_STATES else None
     return machine if regex is None else regex
 
 

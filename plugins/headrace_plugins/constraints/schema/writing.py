@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.errors import RequestError
+from headrace_plugins.constraints.automata import contains_operators, is_empty
 from headrace_plugins.constraints.dfa import Dfa, rules_of
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rules, Rx, Seq, Special
+from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.regex import (
     ANY_TEXT,
     NOTHING,
@@ -41,6 +42,8 @@ from headrace_plugins.constraints.schema.shapes import (
     String,
 )
 
+MAX_EMPTINESS_STATES = 2_000
+"""Up to so many states of a language are looked at to find that no text is of it."""
 MAX_INLINE_VALUES = 16
 """Listed values of a node that is not given a rule of its own."""
 
@@ -93,7 +96,7 @@ class Writer:
     ) -> None:
         self.table = table
         self.rules: dict[str, Expr] = {}
-        self.comma = Rx(cat(literal(","), blanks))
+        self.comma = Rx(cat(literal(","), blanks), sure=True)
         self.object = self._frame("{", "}", blanks)
         self.array = self._frame("[", "]", blanks)
         self.notation = notation
@@ -108,8 +111,9 @@ class Writer:
         self._names: dict[str, Expr] = {}
 
     def _frame(self, open: str, close: str, blanks: Regex) -> Frame:
-        whole = Rx(cat(literal(open), blanks, literal(close)))
-        return Frame(Rx(cat(literal(open), blanks)), Rx(cat(blanks, literal(close))), whole, self.comma)
+        whole = Rx(cat(literal(open), blanks, literal(close)), sure=True)
+        begin, end = cat(literal(open), blanks), cat(blanks, literal(close))
+        return Frame(Rx(begin, sure=True), Rx(end, sure=True), whole, self.comma)
 
     def write(self, until: str | None) -> Rules:
         root = self.table.root
@@ -174,9 +178,9 @@ class Writer:
         for shape in union:
             match shape:
                 case Null():
-                    choices.append(Lit(self.notation.null))
+                    choices.append(self.word(None))
                 case Boolean(values):
-                    choices += [Lit(self.notation.true if value else self.notation.false) for value in values]
+                    choices += map(self.word, values)
                 case Number():
                     numbers.append(shape)
                 case String():
@@ -194,24 +198,31 @@ class Writer:
             choices[places[Number]] = self._numbers(numbers, node)
         return choices[0] if len(choices) == 1 else Alt(tuple(choices))
 
+    def word(self, value: bool | None) -> Expr:
+        words = {None: self.notation.null, True: self.notation.true, False: self.notation.false}
+        return Rx(literal(words[value]), sure=True)
+
     def _numbers(self, shapes: list[Number], node: Node) -> Expr:
         languages = [number_language(shape, self.table.where(node)) for shape in shapes]
         plain = [language for language in languages if not isinstance(language, Dfa)]
         machines = [self._machine(language) for language in languages if isinstance(language, Dfa)]
-        if not machines:
-            return Rx(either(*plain))
-        return Alt((*([Rx(either(*plain))] if plain else []), *machines))
+        if not plain:
+            return Alt(tuple(machines))
+        together = either(*plain)
+        written = Rx(together, sure=together != NOTHING and not contains_operators(together))
+        return Alt((written, *machines)) if machines else written
 
     def _machine(self, machine: Dfa) -> Expr:
         known = self._machines.get(machine)
         if known is None:
-            rules = rules_of(machine, f"{self.rule_name('d')}_", left=True)
+            rules = rules_of(machine, f"{self.rule_name('d')}_")
             self.rules.update(rules.rules)
             known = self._machines[machine] = Ref(rules.start)
         return known
 
     def _strings(self, shapes: list[String], node: Node) -> Expr:
         mark = self.notation.mark
+        shapes = [shape for shape in shapes if shape.values is not None or not _is_empty(shape.language)]
         if mark is not None:
             inside = both(_texts(shapes), without(mark))
             self._check_marks(shapes, mark, node)
@@ -221,7 +232,7 @@ class Writer:
             for speller in self._spellers
             for shape in shapes
         ]
-        return Rx(either(*written))
+        return Rx(either(*written), sure=bool(written))
 
     def text(self, text: str) -> Expr:
         """One string."""
@@ -243,7 +254,7 @@ class Writer:
         if frame.keywords:
             if not (name.isascii() and name.isidentifier()):
                 raise self.refused(node, "properties", f"{name!r} can't be the name of a keyword argument")
-            return Rx(literal(f"{name}="))
+            return Rx(literal(f"{name}="), sure=True)
         bare = self.notation.bare_names
         if bare is not None:
             if not name or any(not _holds(bare.ranges, ord(char)) for char in name):
@@ -251,17 +262,17 @@ class Writer:
             found = cat(literal(name), self._colon)
         else:
             found = either(*(cat(speller.quoted_text(name), self._colon) for speller in self._spellers))
-        self._names[name] = Rx(found)
+        self._names[name] = Rx(found, sure=True)
         return self._names[name]
 
     def any_name(self, names: Regex, frame: Frame) -> Expr:
         """The names of a class with what stands before their values."""
         if frame.keywords:
-            return Rx(cat(both(names, IDENTIFIER), literal("=")))
+            return Rx(cat(both(names, IDENTIFIER), literal("=")), sure=True)
         bare = self.notation.bare_names
         if bare is not None:
-            return Rx(cat(both(names, repeat(bare, 1)), self._colon))
-        return Rx(either(*(cat(speller.quoted(names), self._colon) for speller in self._spellers)))
+            return Rx(cat(both(names, repeat(bare, 1)), self._colon), sure=True)
+        return Rx(either(*(cat(speller.quoted(names), self._colon) for speller in self._spellers)), sure=True)
 
     # roots
 
@@ -297,6 +308,13 @@ def _is_short(shape: Shape) -> bool:
             return values is None or len(values) <= MAX_INLINE_VALUES
         case _:
             return True
+
+
+def _is_empty(language: Regex) -> bool:
+    try:
+        return is_empty(language, MAX_EMPTINESS_STATES)
+    except RequestError:  # too big to tell: then nothing can follow
+        return False
 
 
 def _texts(shapes: list[String]) -> Regex:
