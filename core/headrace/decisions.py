@@ -14,7 +14,7 @@ from headrace.errors import PluginError
 from headrace.hooks import ConstraintSpec, DrafterSpec, ObserverSpec, Spec, StoreSpec, kind_of
 from headrace.selection import Selected, choose_dialect
 from headrace.textfile import is_template, read_text
-from headrace.types import FALLBACK_SAMPLING, field_names
+from headrace.types import FALLBACK_SAMPLING, Capabilities, field_names
 
 TEMPLATE = "chat_template"
 """Fact of a Fit: the text of the model's own template, which is too long to be shown."""
@@ -57,9 +57,9 @@ def decisions(
     asked = f"config{config.where('determinism')}" if "determinism" in config.origin else "default"
     yield Decision(key="determinism", value=config.determinism, why=asked, facts=facts)
     for key, kind in (("drafter", DrafterSpec), ("constraints", ConstraintSpec), ("store", StoreSpec)):
-        yield _part_decision(config, selected, key, kind)
+        yield _part_decision(config, selected, key, kind, caps)
     for choice in config.observers:
-        yield _part_decision(config, selected, choice.key, ObserverSpec)
+        yield _part_decision(config, selected, choice.key, ObserverSpec, caps)
     for name in field_names(type(config.engine)):
         why = f"config{config.where(f'engine.{name}')}" if f"engine.{name}" in config.origin else "default"
         limit = {"max_sequences": caps.max_rows, "max_batch_tokens": caps.max_tokens}.get(name)
@@ -133,11 +133,14 @@ def _family(selected: Selected, entry: Entry[Any], template: str | None, asked: 
     return told
 
 
-def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec]) -> Decision:
+def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec], caps: Capabilities) -> Decision:
     chosen = selected.parts.get(key)
+    unasked = key == "constraints" and config.constraints is None
+    if unasked and chosen is not None and not caps.masks:
+        return Decision(key=key, value="none", why="the backend takes no token masks")
     name = chosen.entry.spec.name if chosen else ""
     others = tuple(
-        (entry.spec.name, f"the config chose '{name}'" if chosen else f"no [{key}] table asks for it")
+        (entry.spec.name, f"the config chose '{name}'" if chosen and not unasked else f"no [{key}] table asks for it")
         for entry in selected.catalog.specs(kind)
         if entry.spec.name != name
     )
@@ -145,8 +148,8 @@ def _part_decision(config: Config, selected: Selected, key: str, kind: type[Spec
         none = "none asked for" if others else f"none asked for, no {kind_of(kind)} is installed"
         return Decision(key=key, value="none", why=none, rejected=others)
     facts = {f"option {option}": value for option, value in _shown(chosen).items()}
-    return Decision(key=key, value=name, plugin=label(chosen.entry), why=f"config{config.where(f'{key}.use')}",
-                    rejected=others, facts=facts)  # fmt: skip
+    why = "default" if unasked else f"config{config.where(f'{key}.use')}"
+    return Decision(key=key, value=name, plugin=label(chosen.entry), why=why, rejected=others, facts=facts)
 
 
 def label(entry: Entry[Any]) -> str:

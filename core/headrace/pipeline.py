@@ -240,7 +240,7 @@ def _check(config: Config, selected: Selected, caps: Capabilities) -> None:
             help = f"remove [drafter]{fused if caps.fused_drafters else ''}, {elsewhere}"
             problems.append(unserved(drafter.choice, why, help))
     constraints = selected.parts.get("constraints")
-    if constraints is not None and not caps.masks:
+    if constraints is not None and config.constraints is not None and not caps.masks:
         native = f"; it enforces these by itself: {', '.join(sorted(caps.native_constraints))}"
         help = f"remove [constraints]{native if caps.native_constraints else ''}, {elsewhere}"
         problems.append(unserved(constraints.choice, f"backend '{name}' takes no token masks", help))
@@ -267,7 +267,7 @@ def _make_parts(
     constraints: ConstraintEngine | None = None
     if chosen := parts.get("drafter"):
         drafter = _make(catalog, chosen.entry, Drafter, chosen.options, executor.model)  # type: ignore[type-abstract]
-    if chosen := parts.get("constraints"):
+    if (chosen := parts.get("constraints")) and executor.caps.masks:
         constraints = _make(catalog, chosen.entry, ConstraintEngine, chosen.options, executor.tokenizer)  # type: ignore[type-abstract]
     observers = []
     for choice in config.observers:

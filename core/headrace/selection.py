@@ -13,7 +13,7 @@ from typing import Any
 from headrace.catalog import Catalog, Entry, extras, install_line, missing_packages
 from headrace.config import Choice, Chosen, Config, check_disabled, check_options, choose, raise_problems
 from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
-from headrace.hooks import BackendSpec, DialectSpec
+from headrace.hooks import BackendSpec, ConstraintSpec, DialectSpec
 from headrace.machine import probe_machine
 from headrace.types import Fit, MachineInfo, ModelSource, Reject
 
@@ -55,9 +55,26 @@ def select(config: Config, catalog: Catalog | None) -> Selected:
     raise_problems(problems)
     assert backend is not None
     parts = {key: each for key, each in chosen.items() if key != "backend" and each is not None}
+    if (unasked := _default_constraints(config, catalog, problems)) is not None:
+        parts["constraints"] = unasked
     _check_asked(config, backend)
     return Selected(catalog=catalog, source=source, machine=machine, backend=backend, fit=fit, rejected=rejected,
                     parts=parts)  # fmt: skip
+
+
+CONSTRAINTS = "auto"
+"""The constraint engine of configs without [constraints], where a plugin offers it. It may lack its packages until a
+request has a constraint."""
+
+
+def _default_constraints(config: Config, catalog: Catalog, problems: list[HeadraceError]) -> Chosen[Any] | None:
+    """What serves constraints though the config does not say so; None where it says anything, `use = "none"` too."""
+    if config.constraints is not None or any(path[:1] == ("constraints",) for path in config.paths):
+        return None
+    offered = [entry for entry in catalog.specs(ConstraintSpec) if entry.spec.name == CONSTRAINTS]
+    if len(offered) != 1:
+        return None
+    return check_options(config, Choice(path=("constraints",), use=CONSTRAINTS), offered[0], catalog, problems)
 
 
 TEMPLATES = "jinja"

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.hooks import ArchSpec, BackendSpec, CommandSpec, DialectSpec, DrafterSpec, KernelSpec, hookimpl
+from headrace.hooks import (
+    ArchSpec,
+    BackendSpec,
+    CommandSpec,
+    ConstraintSpec,
+    DialectSpec,
+    DrafterSpec,
+    KernelSpec,
+    hookimpl,
+)
 from headrace.types import ModelSource
 
 headrace_api = 1
@@ -76,6 +85,37 @@ def headrace_drafters() -> Iterable[DrafterSpec]:
 
 
 @hookimpl
+def headrace_constraints() -> Iterable[ConstraintSpec]:
+    options = "headrace_plugins.constraints.options:ConstraintOptions"
+    read = ("json_schema", "json_object", "regex", "ebnf", "gbnf", "choice", "tagged")
+    yield ConstraintSpec(
+        name="auto",
+        kinds=(*read, "lark"),
+        factory="headrace_plugins.constraints.router:auto",
+        options=options,
+        summary="whichever engine enforces all of a grammar; llguidance first",
+    )
+    yield ConstraintSpec(
+        name="llguidance",
+        kinds=(*read, "lark"),
+        factory="headrace_plugins.constraints.router:llguidance",
+        options=options,
+        summary="grammars on llguidance alone: quick to compile, no PyTorch",
+        requires=("llguidance",),
+        install="pip install 'headrace[constraints]'",
+    )
+    yield ConstraintSpec(
+        name="xgrammar",
+        kinds=read,
+        factory="headrace_plugins.constraints.router:xgrammar",
+        options=options,
+        summary="grammars on xgrammar alone: quick masks, slower to compile",
+        requires=("xgrammar", "torch", "transformers"),
+        install="pip install 'headrace[xgrammar]'",
+    )
+
+
+@hookimpl
 def headrace_dialects() -> Iterable[DialectSpec]:
     yield DialectSpec(
         name="jinja",
@@ -106,6 +146,12 @@ def headrace_commands() -> Iterable[CommandSpec]:
         factory="headrace_plugins.commands.bench",
         summary="what Headrace costs, beside a baseline in the same run",
         order=20,
+    )
+    yield CommandSpec(
+        name="constraint",
+        factory="headrace_plugins.commands.constraint",
+        summary="check a schema or grammar: who serves it, what is enforced",
+        order=25,
     )
     yield CommandSpec(
         name="config",

@@ -188,6 +188,19 @@ def test_everything_is_bound(catalog: Catalog, fake: Fake) -> None:
     assert fake.log == ["open", "close"]
 
 
+def test_constraints_are_served_without_being_asked_for(catalog: Catalog, fake: Fake) -> None:
+    def made(*sets: str) -> ConstraintEngine | None:
+        with build(load_config(None, model="fake://fake", sets=sets), catalog=catalog) as pipeline:
+            return pipeline.constraints
+
+    assert type(made()).__module__.startswith("headrace_plugins.")
+    assert isinstance(made("constraints.use=masks"), ToyConstraint)
+    assert made("constraints.use=none") is None
+    fake.caps = {"masks": False}
+    assert made() is None, "nobody asked for it, so a backend without masks is no error"
+    assert decisions(catalog)["constraints"].value == "auto", "masks may be what only open() can tell"
+
+
 def test_slots_get_a_slot_space(catalog: Catalog) -> None:
     with build(load_config(None, model="fake://fake", sets=["backend.kv=slots"]), catalog=catalog) as pipeline:
         assert isinstance(pipeline.kv, SlotSpace)
@@ -420,7 +433,8 @@ def test_explain_says_where_each_value_came_from(catalog: Catalog, fake: Fake) -
     assert found["engine.block_tokens"].why == "default"
     assert found["drafter"].value == "oracle"
     assert ("ngram", "the config chose 'oracle'") in found["drafter"].rejected
-    assert found["constraints"].rejected[-1] == ("masks", "no [constraints] table asks for it")
+    assert (found["constraints"].value, found["constraints"].why) == ("auto", "default")
+    assert ("masks", "no [constraints] table asks for it") in found["constraints"].rejected
     assert fake.log == ["close"]
 
 

@@ -83,11 +83,9 @@ class Children:
 
 class _Child:
     def __init__(self, engine: str, memory_bytes: int) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, engine, str(memory_bytes)],
+            [sys.executable, "-P", "-m", __name__, engine, str(memory_bytes)],  # -P: nothing of the working directory
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -32,23 +32,25 @@ class Engine(Protocol):
         ...
 
 
+_READ = ("json_schema", "json_object", "regex", "ebnf", "gbnf", "choice", "tagged")
+"""Kinds that become `Rules`, which every engine prints."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serves:
+    kinds: tuple[str, ...]
     package: str
     install: str
-    own_kind: str | None
-    """The kind of grammar whose text the library reads itself; the others become `Rules`, which every engine prints."""
-    exact_bytes: bool
-    """Forced bytes are seen though they end within a character."""
+    complements: bool
+    """And, Not and large counts inside a regex are the library's own work. Else they become automata, and those that
+    need too many states are refused with HR-CONSTRAINT-04."""
 
 
 SERVES: Mapping[str, Serves] = {
     "llguidance": Serves(
-        package="llguidance", install="pip install 'headrace[constraints]'", own_kind="lark", exact_bytes=True
+        kinds=(*_READ, "lark"), package="llguidance", install="pip install 'headrace[constraints]'", complements=True
     ),
-    "xgrammar": Serves(
-        package="xgrammar", install="pip install 'headrace[xgrammar]'", own_kind=None, exact_bytes=False
-    ),
+    "xgrammar": Serves(kinds=_READ, package="xgrammar", install="pip install 'headrace[xgrammar]'", complements=False),
 }
 """In the order in which "auto" asks them."""
 

@@ -26,6 +26,8 @@ LEXER_STATES = 50_000
 GRAMMAR_SIZE = 2_000_000
 
 _LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big)", re.IGNORECASE)
+_BITS = (*(1 << i for i in range(31)), -(1 << 31))
+"""The bits of an int32."""
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 """Reasons to stop where nothing can follow."""
 
@@ -114,18 +116,22 @@ BYTES_PER_CHARACTER = 100
 class LLWalk(Walk):
     """llguidance's matcher never leaves an error; then the walk goes on with a new one, from its own record."""
 
-    __slots__ = ("_bytes", "_failed", "_matcher", "_start", "_tokens", "_words")
+    __slots__ = ("_bytes", "_failed", "_matcher", "_start", "_tokens", "_vocabulary", "_words")
 
     def __init__(self, start: LLMatcher, vocabulary: Vocabulary) -> None:
         self._start = start
         self._matcher = start.deep_copy()
         self._tokens: list[int] = []
         self._failed = False
+        self._vocabulary = vocabulary
         self._words = vocabulary.n_words
         self._bytes = 4 * vocabulary.n_words
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         matcher = self._matcher
+        if (forced := matcher.compute_ff_bytes()) and matcher.compute_ff_tokens():
+            self._fill_forced(bits, forced)
+            return
         # bits.ctypes.data says the same at four times the cost
         matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(bits)), self._bytes)  # type: ignore[arg-type]
         if len(bits) > self._words:
@@ -133,6 +139,21 @@ class LLWalk(Walk):
         if matcher.is_error():
             self._fail()
             bits[:] = 0
+
+    def _fill_forced(self, bits: NDArray[np.int32], forced: bytes) -> None:
+        """The mask where text is forced: any of its spellings. llguidance's own has but one."""
+        vocabulary = self._vocabulary
+        text, special, number = forced.partition(b"\xff[")
+        if text:
+            tokens = [token for token in vocabulary.with_prefix(text[:1]) if text.startswith(vocabulary.text[token])]
+            if not special:
+                longer = vocabulary.longer_than(text)
+                tokens += [token for token in longer if self._matcher.validate_tokens([token])]
+        else:
+            tokens = [int(number[: number.index(b"]")])]
+        bits[:] = 0
+        for token in tokens:
+            bits[token >> 5] |= _BITS[token & 31]
 
     def accept(self, token: int) -> bool:
         if self._matcher.try_consume_tokens([token]) == 1:

@@ -39,7 +39,7 @@ class ConstraintOptions(Options):
     """JSON schemas that `$ref` may name, by URI: a table, or the path of a JSON file. The network is never asked."""
     max_text: ByteSize = 1 << 20
     """Longest text of a grammar."""
-    max_nesting: int = Field(128, ge=1, le=MOST_NESTING)
+    max_nesting: Annotated[int, Field(ge=1, le=MOST_NESTING)] = 128
     """Most brackets inside each other, in the text of a grammar."""
     schema_size: Count = 500_000
     """Most values in the text of a JSON schema: objects, arrays and what they hold."""

@@ -35,13 +35,20 @@ def invalid(pointer: str, why: str, help: str = "") -> RequestError:
     return RequestError("HR-CONSTRAINT-02", f"the JSON schema is invalid at {pointer}: {why}", help)
 
 
-def refused(pointer: str, keyword: str, why: str) -> RequestError:
+class Refusal(RequestError):
     """`keyword` of the schema at `pointer` has a meaning that can't be enforced."""
-    return RequestError(
-        "HR-CONSTRAINT-03",
-        f"'{keyword}' at {pointer} can't be enforced: {why}",
-        'remove or simplify it, or set on_unsupported = "validate" to check the finished value instead',
-    )
+
+    def __init__(self, pointer: str, keyword: str, why: str) -> None:
+        super().__init__(
+            "HR-CONSTRAINT-03",
+            f"'{keyword}' at {pointer} can't be enforced: {why}",
+            'remove or simplify it, or set on_unsupported = "validate" to check the finished value instead',
+        )
+        self.pointer, self.keyword, self.why = pointer, keyword, why
+
+
+def refused(pointer: str, keyword: str, why: str) -> Refusal:
+    return Refusal(pointer, keyword, why)
 
 
 def exceeded(what: str, limit: str, most: int) -> RequestError:
