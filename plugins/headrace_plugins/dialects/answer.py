@@ -52,6 +52,7 @@ class Answer:
             self._step = self._think
         self._reader: CallReader | None = None
         self._calls: list[tuple[Call, str]] = []
+        self._ids: set[str] = set()
         self._reasoning = _Part("reasoning", family.trim)
         self._content = _Part("content", BLANKS)
         self._out: list[Delta] = []
@@ -172,7 +173,10 @@ class Answer:
         if not delta.name:
             return replace(delta, index=len(self._calls) - 1)
         index = len(self._calls)
-        id = delta.id or self._family.call_id(self._seed, index, delta.name)
+        id = delta.id
+        if not id or id in self._ids:  # they tell results apart
+            id = self._family.call_id(self._seed, index, delta.name)
+        self._ids.add(id)
         self._calls.append((reader.calls[delta.index], id))
         return replace(delta, index=index, id=id)
 
