@@ -56,6 +56,8 @@ class ChatTemplate:
         self.source = source
         self.origin = origin
         self.limits = limits or Limits()
+        self.names: set[str] = set()
+        """Identifiers that occur in it: variables, attributes, filters."""
         self._clock = clock
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         environment.globals["raise_exception"] = _refuse
@@ -77,6 +79,8 @@ class ChatTemplate:
             raise self._error("02", f"has {len(self.source):,} characters, the limit is {limits.source_chars:,}")
         for _, kind, text in environment.lex(self.source):
             n_tokens += kind != "whitespace"
+            if kind == "name":
+                self.names.add(text)
             if kind == "operator":
                 depth += (text in _OPENING) - (text in _CLOSING)
             elif kind == "block_begin":

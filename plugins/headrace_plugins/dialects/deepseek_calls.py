@@ -39,6 +39,7 @@ class DeepseekV3(Family):
         self.name = "deepseek-v3" if fenced else "deepseek-v3.1"
         self._fenced = fenced
         self._describe = describe
+        self.tools_in_template = not describe
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         bodies = any_of([self._call(*function_of(tool)) for tool in tools])

@@ -54,7 +54,8 @@ class TemplateFormat:
         self.template = template
         self.family = family or Generic()
         self.name = self.family.name
-        self._caller = self.family if knows_tools(template.source) and self.family.tools_in_template else Generic()
+        told = "tools" in template.names or not self.family.tools_in_template
+        self._caller = self.family if told else Generic()
         self._encoder = PromptEncoder(tokenizer)
         self._specials = special_texts(tokenizer)
         self._said: set[str] = set()
@@ -107,7 +108,7 @@ class TemplateFormat:
             if not names:
                 raise
             self._say(names, refusal)
-        if "add_generation_prompt" in self.template.source:
+        if "add_generation_prompt" in self.template.names:
             return text
         return text + self._header(text)
 
@@ -205,11 +206,6 @@ class TemplateFormat:
             return None
         begin = None if state == "open" else think[0]
         return {"begin": begin, "end": think[1], "budget": turn.thinking_budget}
-
-
-def knows_tools(source: str) -> bool:
-    """Does a template write tools?"""
-    return "tools" in source
 
 
 def offered(turn: Turn) -> tuple[Tool, ...]:
