@@ -97,6 +97,22 @@ def test_what_can_not_be_kept_is_refused_or_listed(schema, pointer, keyword, los
     assert [(where, name) for where, name, _ in table.problems] == [(pointer, keyword)]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"anyOf": [{"pattern": "(?<=a)b"}, {"type": "null"}]}},
+        {"oneOf": [{"type": "string"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"pattern": "(?<=a)b"}]}}},
+        {"properties": {"a": {"not": {"pattern": "(?<=a)b"}}}},
+        {"not": {"unevaluatedItems": False, "anyOf": [{"pattern": "(?<=a)b"}]}},
+    ],
+)
+def test_what_was_dropped_is_not_taken_away_elsewhere(schema):
+    table = read_schema(schema, lenient=True)
+    assert belongs("b", table.root, table)
+    assert belongs({"a": "b"}, table.root, table)
+    assert [keyword for _, keyword, _ in table.problems] == ["pattern"]
+
+
 def test_a_format_of_another_type_can_be_told_apart():
     table = read_schema({"oneOf": [{"type": "string", "format": "date-time"}, {"type": "null"}]}, assert_formats=True)
     assert len(table.union(table.root)) == 2

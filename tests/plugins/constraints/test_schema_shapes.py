@@ -90,6 +90,9 @@ def test_numbers_are_exact():
     assert root_of({"type": "number", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}) == (
         Number(integer=True, multiples=(Fraction(12),)),
     )
+    assert root_of({"type": "integer", "exclusiveMinimum": 1}) == (Number(integer=True, low=Fraction(2)),)
+    assert root_of({"type": "number", "not": {"exclusiveMaximum": 2}}) == (Number(low=Fraction(2)),)
+    assert root_of({"type": "number", "not": {"minimum": 2}}) == (Number(high=Fraction(2), high_open=True),)
     assert root_of({"type": "integer", "not": {"multipleOf": 0.5}}) == ()
     assert root_of({"type": "number", "minimum": 2, "exclusiveMaximum": 2}) == ()
 
@@ -131,6 +134,12 @@ def test_negation_of_objects_says_which_member_differs():
     assert is_valid(schema, {"b": 1})
     assert not is_valid(schema, {"a": "x"})
     assert not is_valid(schema, {})
+
+
+def test_some_member_may_be_one_of_the_properties():
+    schema = {"type": "object", "properties": {"a": {}}, "not": {"propertyNames": {"pattern": "b"}}}
+    for value, valid in (({}, False), ({"b": 1}, False), ({"a": 1}, True), ({"b": 1, "c": 1}, True)):
+        assert is_valid(schema, value) == valid, value
 
 
 def test_an_element_behind_a_prefix_may_be_the_one_that_differs():
@@ -198,6 +207,24 @@ def test_documents_are_found_by_their_address():
     }
     assert is_valid(extended, [None])
     assert not is_valid(extended, [1])
+
+
+def test_a_recursive_reference_leads_to_the_outermost_schema():
+    tree = {
+        "$id": "http://example.com/tree",
+        "$recursiveAnchor": True,
+        "properties": {"value": {}, "child": {"$recursiveRef": "#"}},
+    }
+    strict = {
+        "$id": "http://example.com/strict",
+        "$recursiveAnchor": True,
+        "$ref": "tree",
+        "unevaluatedProperties": False,
+    }
+    options = {"draft": "2019-09", "documents": {"http://example.com/tree": tree}}
+    assert is_valid(strict, {"child": {"value": 1}}, **options)
+    assert not is_valid(strict, {"child": {"other": 1}}, **options)
+    assert is_valid(tree, {"child": {"other": 1}}, **options)
 
 
 @pytest.mark.parametrize(
