@@ -37,8 +37,8 @@ class DeepseekV3(Family):
 
     def __init__(self, *, fenced: bool = False, describe: bool = False) -> None:
         self.name = "deepseek-v3" if fenced else "deepseek-v3.1"
+        self.tools_in_template = not describe
         self._fenced = fenced
-        self._describe = describe
         self.tools_in_template = not describe
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
@@ -60,7 +60,7 @@ class DeepseekV3(Family):
     def adapt(self, messages: Seq[Mapping[str, Any]], tools: Seq[Tool]) -> list[Message]:
         """The templates join arguments as text, and write content beside calls only where there is some."""
         adapted = [_with_texts(message) for message in messages]
-        if not (tools and self._describe):
+        if self.tools_in_template or not tools:
             return adapted
         told = self._description(tools)
         if adapted and adapted[0]["role"] == "system":

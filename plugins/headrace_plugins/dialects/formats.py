@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.dialogue import AnswerParser, Message, Prompt, Tool, ToolChoice, Turn
+from headrace.dialogue import AnswerParser, Message, Prompt, Tool, Turn
 from headrace.errors import HeadraceError, RequestError
-from headrace.types import Grammar
 from headrace_plugins.dialects import repairs
-from headrace_plugins.dialects.family import Expression, Family, any_of
+from headrace_plugins.dialects.family import Family
 from headrace_plugins.dialects.generic import Generic
+from headrace_plugins.dialects.grammars import constraint_of, think_of
 from headrace_plugins.dialects.reading import BLANKS
 from headrace_plugins.templates import ChatTemplate, PromptEncoder, special_texts
 
@@ -78,7 +76,9 @@ class TemplateFormat:
         ids = self._encoder.encode(text, mark)
         text = text.replace(mark, "") if mark else text
         state = self._thinking(text.removesuffix(turn.prefill) if turn.prefill else text)
-        constraint = self._constraint(turn, tools, state)
+        marked = any(mark.strip() in self.template.source for mark in self.family.think or ())
+        think = think_of(self.family, turn, state, expected=marked)
+        constraint = constraint_of(turn, tools, think, family=self.family, caller=self._caller)
         return Prompt(text, ids, constraint, shown=self._caller.shown, stop=self._caller.stop)
 
     def parser(self, prompt: Prompt, turn: Turn = PLAIN) -> AnswerParser:
@@ -160,53 +160,6 @@ class TemplateFormat:
         begin, over = (mark.rstrip(BLANKS) for mark in self.family.think)
         return "open" if end.endswith(begin) else "over" if end.endswith(over) else "free"
 
-    # --- grammar
-
-    def _constraint(self, turn: Turn, tools: Seq[Tool], state: str) -> Grammar | None:
-        think = self._think_of(turn, state)
-        schema = _expression_of(turn.schema) if turn.schema is not None else None
-        if turn.schema is not None and not tools:
-            return self._schema_only(turn.schema, schema, think, turn)
-        if turn.schema is not None and schema is None and turn.choice.mode == "auto":
-            message = f"tools can't be offered beside a constraint of the kind '{turn.schema.kind}'"
-            raise RequestError(
-                "HR-CONSTRAINT-11", message, "use a json_schema, regex or choice, or leave the tools out"
-            )
-        caller, choice = self._caller, turn.choice
-        if choice.mode == "required" and tools:
-            return _body(think, caller.only_calls(chosen(tools, choice), choice))
-        if schema is not None:
-            return _body(think, any_of([caller.content(schema), caller.only_calls(tools, choice)]))
-        if tools:
-            body = caller.calls(tools, choice)
-            if triggers := [mark for mark in caller.triggers if begins(body, mark)]:
-                return _free(think, triggers, None if choice.parallel else 1, body)
-        if turn.tools and not tools and caller.triggers:
-            return _free(think, caller.triggers, 0)
-        return _free(think, ()) if think is not None and turn.thinking_budget is not None else None
-
-    def _schema_only(self, schema: Grammar, parsed: Expression, think: Mapping[str, Any] | None, turn: Turn) -> Grammar:
-        plain = self.family.content({"plain": True}) == {"plain": True}
-        if think is None and plain:
-            return schema
-        if parsed is not None:
-            return _body(think, self.family.content(parsed))
-        if think is not None and think["begin"] is None and plain:
-            return replace(schema, trigger=think["end"], trigger_budget=turn.thinking_budget)
-        return schema
-
-    def _think_of(self, turn: Turn, state: str) -> dict[str, Any] | None:
-        """The "think" of a tagged grammar. Reasoning that the template has no mark of is not expected."""
-        think = self.family.think
-        if think is None or state == "over" or turn.prefill:
-            return None
-        if state == "free" and (
-            turn.thinking is False or not any(mark.strip() in self.template.source for mark in think)
-        ):
-            return None
-        begin = None if state == "open" else think[0]
-        return {"begin": begin, "end": think[1], "budget": turn.thinking_budget}
-
 
 def offered(turn: Turn) -> tuple[Tool, ...]:
     """The tools that the answer may call."""
@@ -220,66 +173,6 @@ def tools_in(arguments: Mapping[str, Any]) -> tuple[Tool, ...]:
     return tuple(tool for tool in found if isinstance(tool, Mapping) and _is_tool(tool))  # type: ignore[misc]
 
 
-def chosen(tools: Seq[Tool], choice: ToolChoice) -> list[Tool]:
-    """The tools that a required call may be of. Raises RequestError HR-TOOL-04 for an unknown name."""
-    found = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
-    if not found:
-        names = ", ".join(tool["function"]["name"] for tool in tools)
-        raise RequestError("HR-TOOL-04", f"tool_choice names an unknown tool: '{choice.name}'", f"known: {names}")
-    return found
-
-
 def _is_tool(tool: Mapping[str, Any]) -> bool:
     function = tool.get("function")
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _expression_of(schema: Grammar) -> Expression | None:
-    """A constraint as an expression of tagged grammars; None for kinds that have none."""
-    try:
-        if schema.kind == "json_schema":
-            return {"schema": json.loads(schema.text)}
-        if schema.kind == "choice":
-            return any_of([str(each) for each in json.loads(schema.text)])
-    except (ValueError, RecursionError, TypeError):
-        return None  # the engine says what is wrong
-    if schema.kind == "json_object":
-        return {"schema": {"type": "object"}}
-    return {"regex": schema.text} if schema.kind == "regex" else None
-
-
-def begins(expression: Expression, mark: str) -> bool:
-    """May texts of the expression begin with the mark?"""
-    match expression:
-        case str():
-            return expression.startswith(mark)
-        case {"special": name}:
-            return bool(name == mark)
-        case {"seq": [first, *rest]}:
-            return begins(first, mark) or (_may_be_empty(first) and begins({"seq": rest}, mark))
-        case {"any": each}:
-            return any(begins(one, mark) for one in each)
-        case {"many": body} | {"opt": body}:
-            return begins(body, mark)
-    return False
-
-
-def _may_be_empty(expression: Expression) -> bool:
-    return expression == "" or (isinstance(expression, Mapping) and "opt" in expression)
-
-
-def _body(think: Mapping[str, Any] | None, body: Expression) -> Grammar:
-    """Reasoning, then this and nothing else; between them the line breaks that models write there."""
-    if think is not None and think["begin"] is None:
-        body = {"seq": [{"regex": "\n{0,2}"}, body]}
-    return _tagged(think, {"start": "body", "body": body})
-
-
-def _free(think: Mapping[str, Any] | None, triggers: Seq[str], most: int | None = None, body: Any = None) -> Grammar:
-    """Reasoning, then free text with bodies in it; most = 0: no trigger may come."""
-    document = {"start": "free", "triggers": list(triggers), "most": most}
-    return _tagged(think, document if body is None else document | {"body": body})
-
-
-def _tagged(think: Mapping[str, Any] | None, document: dict[str, Any]) -> Grammar:
-    return Grammar("tagged", json.dumps(document if think is None else {"think": think} | document, ensure_ascii=False))

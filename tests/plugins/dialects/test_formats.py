@@ -13,7 +13,8 @@ from headrace.dialogue import ToolChoice, Turn
 from headrace.errors import ModelError, RequestError
 from headrace.testing.toy import ToyTokenizer
 from headrace.types import Grammar
-from headrace_plugins.dialects.formats import HEADERS, TemplateFormat, begins
+from headrace_plugins.dialects.formats import HEADERS, TemplateFormat
+from headrace_plugins.dialects.grammars import begins
 from headrace_plugins.templates import ChatTemplate
 
 PLAIN = (
