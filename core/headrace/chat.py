@@ -518,7 +518,7 @@ class _Rounds:
             help = "give their results with resume(results), or add_results; or reset()"
             raise RequestError("HR-TOOL-06", f"calls of {_names(calls)} have no result yet", help)
         if not self._asked and (not turns or turns[-1]["role"] not in ("user", "tool")):
-            raise RequestError("HR-CHAT-08", "there is nothing to answer: no message came after the last answer", "ask")
+            raise RequestError("HR-CHAT-09", "there is nothing to answer: no message came after the last answer", "ask")
 
     def _round(
         self, number: int, said: list[Message]

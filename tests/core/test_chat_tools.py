@@ -442,13 +442,13 @@ def test_a_restored_history_goes_on(talk: Talk) -> None:
     chat.ask("?", LONG)
     saved = json.loads(json.dumps(chat.history))
     other, _ = talk("fine", tools=[OUTSIDE])
-    with pytest.raises(RequestError, match="HR-CHAT-08"):
+    with pytest.raises(RequestError, match="HR-CHAT-09"):
         other.ask(None, LONG)
     other.history = saved
     other.add_results(["x"])
     assert "".join(chunk.text for chunk in other.stream(None, LONG)) == "fine"
     assert roles(other) == ["user", "assistant", "tool", "assistant"]
-    with pytest.raises(RequestError, match="HR-CHAT-08: there is nothing to answer"):
+    with pytest.raises(RequestError, match="HR-CHAT-09: there is nothing to answer"):
         other.resume(params=LONG)
     third, _ = talk("hi")
     third.history = [{"role": "user", "content": "hello"}]
