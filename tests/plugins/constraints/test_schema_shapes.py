@@ -12,6 +12,7 @@ from shape_values import belongs
 from headrace_plugins.constraints.regex import ANY_TEXT
 from headrace_plugins.constraints.schema.expressions import ALL, EVERY, NONE
 from headrace_plugins.constraints.schema.formats import FORMATS
+from headrace_plugins.constraints.schema.limits import SchemaLimits
 from headrace_plugins.constraints.schema.reading import read_schema
 from headrace_plugins.constraints.schema.shapes import Array, Boolean, Null, Number, Object, String
 
@@ -53,6 +54,12 @@ def test_recursive_models_are_finite():
     assert table.union(children) == (Array(rest=table.root),)
     assert table.union(left) == (shape, Null())
     assert table.where(table.root) == "#/$defs/Node"
+
+
+def test_dynamic_references_are_finite_and_few():
+    table = read_schema({"$ref": "https://json-schema.org/draft/2020-12/schema"}, limits=SchemaLimits(nodes=400))
+    assert belongs({"properties": {"a": {"items": {"minLength": 1}}}}, table.root, table)
+    assert not belongs({"properties": {"a": {"items": {"minLength": -1}}}}, table.root, table)
 
 
 def test_discriminated_unions_need_no_negation():
@@ -176,6 +183,8 @@ def test_unevaluated_members_see_through_every_branch():
 
 
 def test_a_draft_has_its_own_keywords():
+    assert is_valid({"contains": {"type": "integer"}, "unevaluatedItems": False}, [1])
+    assert not is_valid({"contains": {"type": "integer"}, "unevaluatedItems": False}, [1], draft="2019-09")
     assert is_valid({"if": True, "then": False}, 1, draft="6")
     assert not is_valid({"if": True, "then": False}, 1, draft="7")
     assert is_valid({"prefixItems": [False]}, [1], draft="2019-09")
