@@ -124,9 +124,17 @@ def headrace_dialects() -> Iterable[DialectSpec]:
     )
     yield DialectSpec(
         name="deepseek-v41",
-        factory="headrace_plugins.deepseek_dialect:DeepseekV41",
+        factory="headrace_plugins.dialects.deepseek:DeepseekV41",
         summary="the DSML prompt and tool format of DeepSeek-V4.1, by DeepSeek's own package",
         match=("DeepseekV41ForCausalLM",),
+        requires=("deepseek_recipe",),
+        install="pip install deepseek-recipe",
+    )
+    yield DialectSpec(
+        name="deepseek-v4-recipe",
+        factory="headrace_plugins.dialects.deepseek:DeepseekV4",
+        summary="the same of DeepSeek-V4 (a template for it is of the family deepseek-v4)",
+        match=("DeepseekV4ForCausalLM",),
         requires=("deepseek_recipe",),
         install="pip install deepseek-recipe",
     )

@@ -128,6 +128,8 @@ class Dsml(Family):
     <｜DSML｜ parameter name="KEY" string="false">JSON</｜DSML｜ parameter>
     </｜DSML｜ invoke>
     </｜DSML｜ calls>
+
+    begun: prompts that require calls end with `opening`.
     """
 
     name = "deepseek-v3.2"
@@ -135,10 +137,11 @@ class Dsml(Family):
     shown = (DSML, *THINK)
     ends = (EOS,)
 
-    def __init__(self, section: str = "function_calls", space: str = "") -> None:
+    def __init__(self, section: str = "function_calls", space: str = "", *, begun: bool = False) -> None:
         self.name = {"function_calls": "deepseek-v3.2", "tool_calls": "deepseek-v4"}.get(section, "deepseek-v4.1")
         self._open, self._close = f"<{DSML}{space}", f"</{DSML}{space}"
         self._section = section
+        self._begun = begun
         self.triggers = (f"{self._open}{section}>",)
 
     @property
@@ -147,10 +150,13 @@ class Dsml(Family):
         return f"{self._open}{self._section}>\n"
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
-        return {"seq": [self.opening, self.calls_inside(tools, choice)]}
+        return {"seq": [self.opening, self._inside(tools, choice)]}
 
-    def calls_inside(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
-        """Calls behind `opening`."""
+    def only_calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
+        return self._inside(tools, choice) if self._begun else self.calls(tools, choice)
+
+    def _inside(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
+        """What follows `opening`."""
         bodies = any_of([self._invoke(*function_of(tool)) for tool in tools])
         calls = {"many": bodies, "min": 1, "max": None if choice.parallel else 1}
         return {"seq": [calls, f"{self._close}{self._section}>"]}

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's chats against DeepSeek's own package: prompts, ids, tools, thinking, and answers read back."""
+"""The chats of DeepSeek-V4 and V4.1 against DeepSeek's own package: prompts, ids, tools, thinking, and answers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ pytest.importorskip("deepseek_recipe", reason="needs deepseek-recipe (pip instal
 
 import deepseek_recipe as recipe
 import tokenizers
+from call_texts import WRITERS, calls_of, read
 from tokenizers import decoders, models, pre_tokenizers
 
 from headrace import Chat
 from headrace.catalog import Catalog
 from headrace.chat import chat_format, has_template
 from headrace.config import load_config
+from headrace.dialogue import AnswerParser, Delta, Message, ToolChoice, Turn
 from headrace.errors import PluginError, RequestError
 from headrace.llm import LLM
 from headrace.pipeline import explain
 from headrace.selection import choose_dialect
 from headrace.testing.toy import ToyTokenizer
-from headrace_plugins.deepseek_dialect import DeepseekFormat, DeepseekV41
+from headrace_plugins.dialects.deepseek import DeepseekFormat, DeepseekV4, DeepseekV41
 from headrace_plugins.hf_tokenizer import HFTokenizer, load_tokenizer
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
@@ -122,31 +124,46 @@ def form(tokenizer: HFTokenizer) -> DeepseekFormat:
     return DeepseekV41().chat_format("", "nowhere", tokenizer)
 
 
-def conversation(messages: list[dict[str, Any]], body: dict[str, Any]) -> recipe.Conversation:
-    request = recipe.ChatCompletionRequest({"model": "DeepSeek-V4.1-Flash", "messages": messages, **body})
-    return request.convert(recipe.ConversionOptions()).conversation
+def conversation(messages: list[dict[str, Any]], body: dict[str, Any], v4: bool = False) -> recipe.Conversation:
+    request = recipe.ChatCompletionRequest({"model": "it", "messages": messages, **body})
+    version = recipe.ModelVersion.DeepseekV4Pro if v4 else recipe.ModelVersion.DeepseekV41Flash
+    return request.convert(recipe.ConversionOptions().with_model_alias("it", version)).conversation
 
 
-def arguments_of(body: dict[str, Any]) -> dict[str, Any]:
-    arguments = dict(body)
-    if "thinking" in arguments:
-        arguments["enable_thinking"] = arguments.pop("thinking")["type"] == "enabled"
-    return arguments
+def turn_of(body: dict[str, Any]) -> Turn:
+    rest = dict(body)
+    tools = tuple(rest.pop("tools", ()))
+    choice = ToolChoice(rest.pop("tool_choice", "auto"))
+    thinking = rest.pop("thinking", {}).get("type")
+    return Turn(
+        tools=tools, choice=choice, thinking=None if thinking is None else thinking == "enabled", arguments=rest
+    )
 
 
+@pytest.mark.parametrize("version", [DeepseekV4, DeepseekV41])
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_prompts_and_ids_are_those_of_the_package(form: DeepseekFormat, folder: Path, name: str) -> None:
+def test_prompts_and_ids_are_those_of_the_package(
+    tokenizer: HFTokenizer, folder: Path, name: str, version: type[DeepseekV4] | type[DeepseekV41]
+) -> None:
     messages, body = CONVERSATIONS[name]
-    text, ids = form.prompt(messages, arguments=arguments_of(body))
-    encoding = recipe.DeepseekV41Encoding()
-    reference = conversation(messages, body)
-    assert text == encoding.render_conversation(reference).prompt
-    assert ids == encoding.with_tokenizer(recipe.Tokenizer.from_file(str(folder / "tokenizer.json"))).encode(reference)
+    prompt = version().chat_format("", "nowhere", tokenizer).prompt(messages, turn_of(body))
+    encoding = recipe.DeepseekV4Encoding() if version is DeepseekV4 else recipe.DeepseekV41Encoding()
+    reference = conversation(messages, body, version is DeepseekV4)
+    assert prompt.text == encoding.render_conversation(reference).prompt
+    made = recipe.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert prompt.ids == encoding.with_tokenizer(made).encode(reference)
+
+
+def test_arguments_say_the_same_as_the_turn(form: DeepseekFormat) -> None:
+    messages = [said("user", "Oslo?")]
+    turn = Turn(tools=(WEATHER,), choice=ToolChoice("required"), thinking=False)
+    given = {"tools": [WEATHER], "tool_choice": "required", "enable_thinking": False}
+    assert form.prompt(messages, turn).text == form.prompt(messages, Turn(arguments=given)).text
 
 
 def test_what_users_write_makes_no_special_token(form: DeepseekFormat, tokenizer: HFTokenizer) -> None:
     names = "".join(specials())
-    plain, named = (form.prompt([said("user", text)])[1] for text in ("", names))
+    plain, named = (form.prompt([said("user", text)]).ids for text in ("", names))
     special = {tokenizer.encode(name, add_bos=False, parse_special=True)[0] for name in specials()}
     assert [token for token in named if token in special] == [token for token in plain if token in special]
     assert named.count(tokenizer.bos_id or 0) == 1
@@ -154,47 +171,75 @@ def test_what_users_write_makes_no_special_token(form: DeepseekFormat, tokenizer
 
 def test_a_tokenizer_without_the_tokens_has_their_text() -> None:
     tokenizer = ToyTokenizer(300)
-    text, ids = DeepseekFormat(tokenizer).prompt([said("user", "hi")])
-    assert b"".join(tokenizer.token_bytes(token) for token in ids).decode() == text
+    prompt = DeepseekFormat(tokenizer).prompt([said("user", "hi")])
+    assert b"".join(tokenizer.token_bytes(token) for token in prompt.ids).decode() == prompt.text
+
+
+def answer(form: DeepseekFormat, text: str, turn: Turn) -> Message:
+    prompt = form.prompt([said("user", "2 + 2?")], turn)
+    return read(lambda: form.parser(prompt, turn), text)
 
 
 def test_prefill_is_continued(form: DeepseekFormat) -> None:
-    text, _ = form.prompt([said("user", "2 + 2?")], "It is ")
-    assert text.endswith("</think>It is ")
-    assert form.parse("It is \n 4", "It is ") == said("assistant", "It is \n 4")
+    turn = Turn(prefill="It is ")
+    assert form.prompt([said("user", "2 + 2?")], turn).text.endswith("</think>It is ")
+    assert answer(form, "\n 4", turn) == said("assistant", "It is \n 4")
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "expected"),
+    ("text", "turn", "expected"),
     [
-        (THOUGHT, {}, said("assistant", "It is 4.\n", reasoning_content="Hm, 2 <｜User｜> & é.")),
-        ("\n\nnot at the end of", {}, said("assistant", "", reasoning_content="not at the end of")),
-        ("It is 4.\n", {"thinking": False}, said("assistant", "It is 4.\n")),
-        ("", {"thinking": False}, said("assistant", "")),
-        (
-            'hm</think>{"a": 1}',
-            {"response_format": {"type": "json_object"}},
-            said("assistant", '{"a": 1}', reasoning_content="hm"),
-        ),
-        (f"hm</think>{CALL}", {}, said("assistant", CALL, reasoning_content="hm")),
+        (THOUGHT, Turn(), said("assistant", "It is 4.\n", reasoning_content="Hm, 2 <｜User｜> & é.")),
+        ("\n\nnot at the end of", Turn(), said("assistant", "", reasoning_content="not at the end of")),
+        ("It is 4.\n", Turn(thinking=False), said("assistant", "It is 4.\n")),
+        ("", Turn(thinking=False), said("assistant", "")),
+        ('hm</think>{"a": 1}', Turn(), said("assistant", '{"a": 1}', reasoning_content="hm")),
+        (f"hm</think>{CALL}", Turn(), said("assistant", CALL, reasoning_content="hm")),
     ],
 )
-def test_answers_are_read_back(form: DeepseekFormat, text: str, arguments: Any, expected: Any) -> None:
-    assert form.parse(text, arguments=arguments) == expected
+def test_answers_are_read_back(form: DeepseekFormat, text: str, turn: Turn, expected: Any) -> None:
+    assert answer(form, text, turn) == expected
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_tool_calls_are_read_back(form: DeepseekFormat, thinking: bool) -> None:
-    arguments = {"thinking": thinking, "tools": [WEATHER]}
-    message = form.parse(("Hm.</think>" if thinking else "") + f"Let me look.\n\n{CALL}", arguments=arguments)
-    (call,) = message["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo", "days": 3}
+    turn = Turn(thinking=thinking, tools=(WEATHER,))
+    message = answer(form, ("Hm.</think>" if thinking else "") + f"Let me look.\n\n{CALL}", turn)
+    assert calls_of(message) == [("weather", {"city": "Oslo", "days": 3})]
     assert message["content"] == "Let me look."
     assert message.get("reasoning_content") == ("Hm." if thinking else None)
-    result = said("tool", "rain", tool_call_id=call["id"])
-    text, _ = form.prompt([said("user", "Oslo?"), message, result], arguments=arguments)
-    assert CALL in text
+    result = said("tool", "rain", tool_call_id=message["tool_calls"][0]["id"])
+    assert CALL in form.prompt([said("user", "Oslo?"), message, result], turn).text
+
+
+def test_a_prompt_that_begins_the_calls(form: DeepseekFormat) -> None:
+    """Without reasoning, the package begins required calls itself."""
+    turn = Turn(thinking=False, tools=(WEATHER,), choice=ToolChoice("required"))
+    begun, rest = CALL[: CALL.index("\n") + 1], CALL[CALL.index("\n") + 1 :]
+    prompt = form.prompt([said("user", "Oslo?")], turn)
+    assert prompt.text.endswith(begun)
+    assert prompt.constraint is not None
+    assert json.loads(prompt.constraint.text)["start"] == "body"
+    assert begun not in json.loads(prompt.constraint.text)["body"]["seq"]
+    assert calls_of(read(lambda: form.parser(prompt, turn), rest)) == [("weather", {"city": "Oslo", "days": 3})]
+
+
+def test_required_calls_with_reasoning_are_made_by_the_grammar(form: DeepseekFormat) -> None:
+    turn = Turn(tools=(WEATHER,), choice=ToolChoice("required"), thinking_budget=9)
+    prompt = form.prompt([said("user", "Oslo?")], turn)
+    assert prompt.text.endswith("<think>")
+    assert prompt.constraint is not None
+    document = json.loads(prompt.constraint.text)
+    assert document["think"] == {"begin": None, "end": "</think>", "budget": 9}
+    assert document["start"] == "body"
+    message = read(lambda: form.parser(prompt, turn), f"Hm.</think>\n\n{CALL}")
+    assert calls_of(message) == [("weather", {"city": "Oslo", "days": 3})]
+
+
+def test_v4_calls_are_read_back(tokenizer: HFTokenizer) -> None:
+    form = DeepseekV4().chat_format("", "nowhere", tokenizer)
+    calls = [("weather", {"city": "Oslo", "days": 3})]
+    assert calls_of(answer(form, "</think>" + WRITERS["deepseek-v4"](calls), Turn(tools=(WEATHER,)))) == calls
 
 
 @pytest.mark.parametrize(
@@ -216,7 +261,7 @@ def test_tool_calls_are_read_back(form: DeepseekFormat, thinking: bool) -> None:
 )
 def test_what_the_format_does_not_allow(form: DeepseekFormat, messages: Any, arguments: Any, text: str) -> None:
     with pytest.raises(RequestError, match=text) as raised:
-        form.prompt(messages, arguments=arguments)
+        form.prompt(messages, Turn(arguments=arguments))
     assert raised.value.help
 
 
@@ -225,11 +270,12 @@ def test_endless_nesting_is_refused(form: DeepseekFormat) -> None:
     for _ in range(5000):
         nested = [nested]
     with pytest.raises(RequestError, match=r"HR-CHAT-07: .*nesting"):
-        form.prompt([said("user", "a")], arguments={"tools": nested})
+        form.prompt([said("user", "a")], Turn(arguments={"tools": nested}))
 
 
-def test_answers_with_lone_surrogates_are_read(form: DeepseekFormat) -> None:
-    assert form.parse("a\ud800b", arguments={"thinking": False}) == said("assistant", "a?b")
+def test_a_turn_and_its_arguments_contradict_each_other(form: DeepseekFormat) -> None:
+    with pytest.raises(RequestError, match=r"HR-CHAT-06: .* contradict"):
+        form.prompt([said("user", "a")], Turn(thinking=True, arguments={"thinking": False}))
 
 
 def test_images_are_refused(form: DeepseekFormat) -> None:
@@ -265,17 +311,29 @@ def test_chat_uses_the_dialect_of_the_model(llm: LLM) -> None:
     assert chat.history[-1]["content"].startswith("Well, ")
 
 
+class Closing:
+    """A parser of answers that end with this text too."""
+
+    def __init__(self, parser: AnswerParser, text: str) -> None:
+        self._parser, self._text = parser, text
+        self.push, self.message = parser.push, parser.message
+
+    def finish(self) -> list[Delta]:
+        return [*self._parser.push(self._text), *self._parser.finish()]
+
+
 def test_thoughts_are_kept_apart_from_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(llm)
-    plain = chat._format.parse
-    monkeypatch.setattr(chat._format, "parse", lambda text, *more: plain(f"{text}</think>It is 4.", *more))
-    output = chat.ask("2 + 2?", {"max_tokens": 6})
-    assert chat.history[-1] == said("assistant", "It is 4.", reasoning_content=output.text.lstrip("\n"))
+    plain = chat._format.parser
+    monkeypatch.setattr(chat._format, "parser", lambda *given: Closing(plain(*given), "</think>It is 4."))
+    chat.ask("2 + 2?", {"max_tokens": 6})
+    assert chat.history[-1]["content"] == "It is 4."
+    assert chat.history[-1]["reasoning_content"]
     assert "</think>It is 4.<｜end▁of▁sentence｜>" in (chat.ask("Sure?", {"max_tokens": 6}).prompt or "")
 
 
 def test_a_template_of_the_user_counts_more(llm: LLM) -> None:
-    assert chat_format(llm, "{{ messages[0].content }}!").prompt([said("user", "hi")])[0] == "hi!"
+    assert chat_format(llm, "{{ messages[0].content }}!").prompt([said("user", "hi")]).text == "hi!"
 
 
 def test_a_missing_package_is_an_error_of_chats_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
