@@ -12,7 +12,7 @@ from headrace_plugins.constraints.automata import MAX_STATES, automaton
 from headrace_plugins.constraints.dfa import regex_of, rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.regex import And, Cat, Chars, Not, Or, Regex, Repeat
-from headrace_plugins.constraints.trimming import EMPTY_EXPR, trimmed
+from headrace_plugins.constraints.trimming import EMPTY_EXPR, too_deep, trimmed
 
 ROOT = "root"
 
@@ -24,8 +24,10 @@ def print_ebnf(rules: Rules, special: Mapping[str, int], *, max_states: int = MA
     Raises RequestError HR-CONSTRAINT-07 when no text matches, HR-CONSTRAINT-04 when a regex with And or Not needs more
     than max_states states.
     """
-    printer = _Printer(trimmed(rules), special, max_states)
-    return printer.text()
+    try:
+        return _Printer(trimmed(rules), special, max_states).text()
+    except RecursionError:
+        raise too_deep() from None
 
 
 class _Printer:

@@ -41,7 +41,7 @@ class GrammarLimits:
     """length in characters; nesting of groups; repetitions: the largest count; rules: how many of them."""
 
     length: int = 1_000_000
-    nesting: int = 100
+    nesting: int = 60
     repetitions: int = 10_000
     rules: int = 20_000
 

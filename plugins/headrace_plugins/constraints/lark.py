@@ -14,7 +14,7 @@ from headrace_plugins.constraints.automata import literal_text, nullable
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.lexemes import lexical
 from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
-from headrace_plugins.constraints.trimming import post_order, shallow, some, trimmed
+from headrace_plugins.constraints.trimming import post_order, shallow, some, too_deep, trimmed
 
 HEADER = "%llguidance {}"
 MAX_CHAIN = 100
@@ -33,8 +33,15 @@ def print_lark(rules: Rules, special: Mapping[str, int]) -> str:
     """The Lark text of a grammar.
 
     special: name of a special token -> its id; a name that is not there is printed as text.
-    Raises RequestError HR-CONSTRAINT-07 when no text matches.
+    Raises RequestError HR-CONSTRAINT-07 when no text matches, HR-CONSTRAINT-04 for what is nested too deep.
     """
+    try:
+        return _printed(rules, special)
+    except RecursionError:
+        raise too_deep() from None
+
+
+def _printed(rules: Rules, special: Mapping[str, int]) -> str:
     rules = shallow(lexical(trimmed(_spelled_out(rules, special))), MAX_NESTING)
     printer = _Printer(rules, special)
     order = printer.order()
@@ -195,12 +202,15 @@ def counts(least: int, most: int | None) -> str:
 def _runs(parts: tuple[Regex, ...]) -> list[Regex]:
     """With neighbours that are plain put together."""
     runs: list[Regex] = []
+    before_is_plain = False
     for part in parts:
-        if runs and _is_plain(part) and _is_plain(runs[-1]):
+        is_plain = _levels(part) < MAX_GROUPS
+        if is_plain and before_is_plain:
             before = runs[-1].parts if isinstance(runs[-1], Cat) else (runs[-1],)
             runs[-1] = Cat((*before, part))
         else:
             runs.append(part)
+        before_is_plain = is_plain
     return runs
 
 

@@ -30,7 +30,7 @@ class PatternLimits:
     """length in characters; nesting of groups; repetitions: the largest count of a quantifier."""
 
     length: int = 65_536
-    nesting: int = 100
+    nesting: int = 60
     repetitions: int = 10_000
 
 

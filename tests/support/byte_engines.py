@@ -41,7 +41,8 @@ def _llguidance_tokenizer():
 def _xgrammar_compiler():
     import xgrammar
 
-    info = xgrammar.TokenizerInfo(_Bytes().tokens, xgrammar.VocabType.RAW, vocab_size=258, stop_token_ids=[EOS])
+    tokens = [*_Bytes().tokens[:EOS], b"\xff<eos>", b"\xff<tool>"]  # no text stands for special tokens
+    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=258, stop_token_ids=[EOS])
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
