@@ -49,52 +49,10 @@ def chat_format(llm: LLM, template: str | os.PathLike[str] | None = None) -> Cha
     if missing := missing_packages(entry.spec):
         raise needs(entry, missing)
     model = llm.pipeline.model
-    dialect = llm.catalog.load_object(entry.spec.factory, entry)()
-    made: ChatFormat
-    try:
-        made = dialect.chat_format(
-            source, origin, llm.tokenizer,
-            architecture=model.architecture, name=model.uri, family=asked,
-        )  # fmt: skip
-    except TypeError:
-        made = _Older(dialect.chat_format(source, origin, llm.tokenizer))
-    return made if hasattr(made, "parser") else _Older(made)
-
-
-class _Older:
-    name = ""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-
-    def prompt(self, messages: Any, turn: Any = None) -> Any:
-        from headrace.dialogue import Prompt
-
-        turn = turn or Turn()
-        text, ids = self._made.prompt(messages, turn.prefill, turn.arguments)
-        return Prompt(text, ids, turn.schema)
-
-    def parser(self, prompt: Any, turn: Any = None) -> Any:
-        made, turn = self._made, turn or Turn()
-
-        class Parser:
-            text = ""
-            said = turn.prefill
-
-            def push(self, text: str) -> Any:
-                from headrace.dialogue import Delta
-
-                self.text += text
-                text, self.said = self.said + text, ""
-                return [Delta(content=text)] if text else []
-
-            def finish(self) -> Any:
-                return []
-
-            def message(self) -> Any:
-                return made.parse(turn.prefill + self.text, turn.prefill, turn.arguments)
-
-        return Parser()
+    made: ChatFormat = llm.catalog.load_object(entry.spec.factory, entry)().chat_format(
+        source, origin, llm.tokenizer, architecture=model.architecture, name=model.uri, family=asked
+    )
+    return made
 
 
 def has_template(llm: LLM) -> bool:
