@@ -71,8 +71,8 @@ class TaggedProgram(Program):
     """See the module. body: what begins with each of the triggers; None: there is free text only."""
 
     __slots__ = (
-        "_begin_mark", "_body", "_end", "_end_id", "_first", "_masks", "_tagged", "_trigger_ids", "_triggers",
-        "_vocabulary",
+        "_begin_mark", "_begin_specials", "_body", "_end", "_end_id", "_first", "_masks", "_tagged", "_trigger_ids",
+        "_triggers", "_vocabulary",
     )  # fmt: skip
 
     def __init__(self, tagged: Tagged, body: Program | None, vocabulary: Vocabulary) -> None:
@@ -81,6 +81,12 @@ class TaggedProgram(Program):
         self._triggers = Marks([name.encode() for name in tagged.triggers], vocabulary) if tagged.triggers else None
         self._end = Marks([think.end.encode()], vocabulary) if think is not None else None
         self._begin_mark = (think.begin or "") if think is not None else ""
+        self._begin_specials = {
+            token: name.encode()
+            for name, token in vocabulary.special.items()
+            if name and name in self._begin_mark and token not in vocabulary.eos_ids
+        }
+        """Special tokens that the begin mark is made of, alone or with text between them."""
         self._end_id = vocabulary.special.get(think.end) if think is not None else None
         self._trigger_ids = {
             vocabulary.special[name]: i for i, name in enumerate(tagged.triggers) if name in vocabulary.special
@@ -181,12 +187,13 @@ class TaggedProgram(Program):
 
     def _opened(self, opening: int, token: int, data: bytes) -> tuple[int, bytes | None]:
         """(bytes of the begin mark that are there, or DEAD; what follows it, once it is complete)."""
-        name = self._begin_mark
         if not data:
-            return DEAD, b"" if opening == 0 and token == self._vocabulary.special.get(name) else None
-        if opening == 0:
+            data = self._begin_specials.get(token, b"")
+            if not data:
+                return DEAD, None
+        elif opening == 0:
             data = data.lstrip(BLANKS)
-        missing = name.encode()[opening:]
+        missing = self._begin_mark.encode()[opening:]
         if data.startswith(missing):
             return DEAD, data[len(missing) :]
         return opening + len(data) if missing.startswith(data) else DEAD, None
@@ -321,11 +328,9 @@ class TaggedProgram(Program):
         not allowed)."""
         key = ("opening", opening)
         if key not in self._masks:
-            name = self._begin_mark
-            tried = set(self._along(name.encode()[opening:]))
+            tried = {*self._along(self._begin_mark.encode()[opening:]), *self._begin_specials}
             if opening == 0:
                 tried.update(token for blank in BLANKS for token in self._vocabulary.with_prefix(bytes([blank])))
-                tried.update(token for token in (self._vocabulary.special.get(name),) if token is not None)
             good: list[int] = []
             bad: list[int] = []
             for token in tried:
@@ -360,8 +365,22 @@ class TaggedProgram(Program):
         if state.think != DEAD or state.free != DEAD:
             return ()
         if state.body is None and state.opening > 0:
-            return (self._begin_mark.encode()[state.opening :],)
+            return self._begin_missing(state.opening)
         return state.body.forced() if state.body is not None and state.opening == DEAD else ()
+
+    def _begin_missing(self, opening: int) -> Forced:
+        """The rest of the mark that begins the reasoning, special tokens in it by id."""
+        left, items = self._begin_mark.encode()[opening:], list[bytes | int]()
+        while left:
+            found = [
+                (left.find(name), -len(name), token) for token, name in self._begin_specials.items() if name in left
+            ]
+            if not found:
+                return (*items, left)
+            start, negative, token = min(found)
+            items += [left[:start], token] if start else [token]
+            left = left[start - negative :]
+        return tuple(items)
 
 
 class TaggedWalk(Walk):

@@ -386,6 +386,20 @@ def test_a_special_mark_at_the_end_of_the_budget() -> None:
     assert takes(matcher, [START, ord("y")]) in (1, 2)
 
 
+@pytest.mark.parametrize("begin", ["<|im_start|>thought\n", "a<|im_start|>b<|bos|>"])
+def test_a_mark_of_special_tokens_and_text_begins_reasoning(begin: str) -> None:
+    grammar = tagged(think={**THINK, "begin": begin, "budget": 3}, start="body", body=["yes", "no"])
+    whole = [*ids(begin), ord("x"), *ids("</think>yes")]
+    assert takes(start(grammar), whole) == len(whole)
+    assert takes(start(grammar), ids("yes")) == len(ids("yes"))
+    for n in range(1, len(ids(begin)) + 2):
+        matcher = start(grammar)
+        assert takes(matcher, whole[:n]) == n
+        assert not Pieces().eos_ids & allowed(matcher, Pieces())
+        forced = matcher.forced() if n < len(ids(begin)) else ()
+        assert list(forced[:1]) in ([], ids(begin)[n : n + 1])
+
+
 def test_the_end_is_masked_where_more_must_come() -> None:
     ends = Pieces().eos_ids
     for name, text, may_end in (
