@@ -118,7 +118,8 @@ class _Reader:
         counts = self._quantifier()
         if counts is None:
             return atom
-        if isinstance(atom, (Edge, Ahead)):
+        ahead = self.dialect == "ecma" and self.text.startswith(("(?=", "(?!"), start)
+        if ahead or (isinstance(atom, Edge) and self.text[start] != "("):
             raise self.wrong("a quantifier behind an assertion", at)
         if self.dialect == "python" and self.peek() == "+":
             raise self.unsupported("a possessive quantifier", self.at)
