@@ -311,5 +311,8 @@ def schema_limits(options: ConstraintOptions) -> SchemaLimits:
         size=options.schema_size,
         enum_entries=options.schema_enum_entries,
         nodes=options.schema_nodes,
+        shapes=options.schema_shapes,
+        classes=options.schema_classes,
+        cases=options.schema_cases,
         steps=options.schema_steps,
     )

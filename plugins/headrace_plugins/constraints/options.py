@@ -47,7 +47,13 @@ class ConstraintOptions(Options):
     """Most entries of all `enum`s of a JSON schema together."""
     schema_nodes: Count = 50_000
     """Most different sets of values that a JSON schema speaks of."""
-    schema_steps: Count = 200_000
+    schema_shapes: Count = 1_024
+    """Most ways in which the value of one place may look, after all combinations of a JSON schema are worked out."""
+    schema_classes: Count = 64
+    """Most classes into which overlapping `patternProperties` split the names of members."""
+    schema_cases: Count = 512
+    """Most combinations of evaluated members or elements that `unevaluatedProperties` and `unevaluatedItems` meet."""
+    schema_steps: Count = 50_000
     """Most shapes that are worked out for a JSON schema."""
 
     @field_validator("draft", mode="after")

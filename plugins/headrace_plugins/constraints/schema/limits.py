@@ -52,11 +52,12 @@ def refused(pointer: str, keyword: str, why: str) -> Refusal:
 
 
 def exceeded(what: str, limit: str, most: int) -> RequestError:
-    """`limit` is a field of SchemaLimits; the option of the engines is called schema_<limit>."""
+    """`limit`: a field of SchemaLimits."""
+    option = "max_nesting" if limit == "depth" else f"schema_{limit}"
     return RequestError(
         "HR-CONSTRAINT-04",
-        f"the JSON schema {what}, more than the limit of {most} (schema_{limit})",
-        f"simplify the schema, or raise schema_{limit}",
+        f"the JSON schema {what}, more than the limit of {most:,} ({option})",
+        f"simplify the schema, or raise constraints.{option}",
     )
 
 
