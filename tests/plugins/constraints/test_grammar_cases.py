@@ -12,6 +12,7 @@ import pytest
 from byte_engines import ENGINES, engine, of_lark
 
 from headrace.errors import RequestError
+from headrace.testing.accepts import constraint_accepts
 from headrace_plugins.constraints.gbnf import read_gbnf
 
 ROOT = Path(os.environ.get("HEADRACE_CASES", "no-such-folder")) / "constraints"
@@ -22,6 +23,26 @@ DEVIATIONS = {
     "xgr-0014": "Regex(..., json_string=true): how xgrammar spells a pattern inside of JSON is not documented",
 }
 """Refused with HR-CONSTRAINT-03."""
+_ANY_LENGTH = "JSON Schema sets no limit to digits; llama.cpp writes numbers of 16"
+SCHEMA_DEVIATIONS: dict[str, tuple[str, tuple[str, ...] | str]] = {
+    "llamacpp-gi-000": (f"{_ANY_LENGTH}; -0 is 0", ("1" + "0" * 32, "-0")),
+    "llamacpp-gi-001": (_ANY_LENGTH, ("12345678900000000",)),
+    "llamacpp-gi-026": (
+        "a list of items is no schema of draft 2020-12, which holds without $schema",
+        "HR-CONSTRAINT-02",
+    ),
+    "llamacpp-gi-040": ("minItems and maxItems say nothing of what is no array", ("1",)),
+    "llamacpp-gi-041": (
+        "other properties are allowed unless the schema says they are not",
+        ('{ "number": 1600, "street_name": "Pennsylvania", "street_type":"Avenue", "direction":"NW"}',),
+    ),
+    "llamacpp-gi-046": ("uniqueItems over any text is refused, where llama.cpp ignores it", "HR-CONSTRAINT-03"),
+    "llamacpp-js2g-020": ("a list of items is no schema of draft 2020-12", "HR-CONSTRAINT-02"),
+    "llamacpp-js2g-031": ("prefixItems is a list", "HR-CONSTRAINT-02"),
+    "llamacpp-js2g-032": ("prefixItems is a list", "HR-CONSTRAINT-02"),
+    "llamacpp-js2g-036": ("prefixItems is a list", "HR-CONSTRAINT-02"),
+}
+"""Why, and the texts on which we differ, or the code with which the schema is refused."""
 SAMPLES = {
     "arithmetic": "(a +12)*b/c2=x\nz=z\n",
     "c": "int main(int x){int y = 3;foo (1, 2);if(x==y){return x+1;}else{z = 3;}// hi\n/* a*b */}",
@@ -72,6 +93,39 @@ def test_as_recorded(case: dict, name: str) -> None:
     assert [text for text in case["reject"] if accepts(text)] == []
 
 
+def _schemas(name: str) -> list[dict]:
+    return [case for case in _cases(name) if case["kind"] == "json_schema"]
+
+
+@pytest.mark.parametrize("case", _schemas("llamacpp_grammar_integration"), ids=lambda case: case["id"])
+def test_schemas_as_recorded(case: dict) -> None:
+    pytest.importorskip("llguidance", reason="needs headrace[constraints]")
+    recorded = dict.fromkeys(case["accept"], True) | dict.fromkeys(case["reject"], False)
+    _, expected = SCHEMA_DEVIATIONS.get(case["id"], ("", ()))
+    if isinstance(expected, str):
+        with pytest.raises(RequestError) as caught:
+            constraint_accepts("json_schema", case["source"], b"")
+        assert caught.value.code == expected
+        return
+    differs = [
+        text for text, accept in recorded.items()
+        if constraint_accepts("json_schema", case["source"], text.encode()) != accept
+    ]  # fmt: skip
+    assert differs == list(expected)
+
+
+@pytest.mark.parametrize("case", _schemas("llamacpp_json_schema_to_grammar"), ids=lambda case: case["id"])
+def test_schemas_compile_as_recorded(case: dict) -> None:
+    pytest.importorskip("llguidance", reason="needs headrace[constraints]")
+    _, expected = SCHEMA_DEVIATIONS.get(case["id"], ("", ""))
+    if not case["compile_error"] and not expected:
+        constraint_accepts("json_schema", case["source"], b"")
+        return
+    with pytest.raises(RequestError) as caught:
+        constraint_accepts("json_schema", case["source"], b"")
+    assert not expected or caught.value.code == expected
+
+
 @pytest.mark.parametrize("case", list(_cases("llguidance_lark_sample")), ids=lambda case: case["id"])
 def test_lark_as_recorded(case: dict) -> None:
     if case.get("compile_error"):
@@ -103,4 +157,5 @@ def test_example_lark(path: Path) -> None:
     accepts = of_lark(path.read_text())
     sample = b"start: (a | B)+\n" if path.stem == "lark" else path.with_suffix(".xml").read_bytes()
     assert accepts(sample)
-    assert not accepts(sample[:5] + sample[6:])
+    end = sample.rindex(b")" if path.stem == "lark" else b">")
+    assert not accepts(sample[:end] + sample[end + 1 :])
