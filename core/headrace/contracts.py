@@ -317,6 +317,11 @@ class Matcher(Contract):
         Returns the number of rows written; it stops early after a draft that the grammar refuses or completes. The
         state is as before when it returns. The default accepts, fills and rolls back.
         """
+        if not drafts:
+            if self.done():
+                return 0
+            self.fill(bits[0])
+            return 1
         n_rows = n_accepted = 0
         while not self.done():
             self.fill(bits[n_rows])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Grammars:
         self._compilers = Workers(2, "headrace-compile")
         self._masker = Workers(1, "headrace-mask")
         self._bits = np.zeros((0, -(-vocab_size // 32)), np.int32)
+        self._count = np.zeros(1, np.int32)
 
     def compile(self, grammar: Grammar, seqs: list[Sequence]) -> None:
         """Start to compile for these sequences; it is given up when all of them have ended."""
@@ -61,27 +63,29 @@ class Grammars:
 
     def fill(self, constrained: list[int], rows: Rows) -> MaskBatch:
         """Mask rows for every sampled position of constrained rows. A matcher that raises sets its sequence's error."""
-        need = sum(rows.drafts[r] + 1 for r in constrained)
+        need = len(constrained) + sum(rows.drafts)
         if len(self._bits) < need:
             self._bits = np.zeros((2 * need, self._bits.shape[1]), np.int32)
-        bits = self._bits
-        starts = np.zeros(len(rows.seqs) + 1, np.int32)
-        used = 0
+            self._count = np.arange(2 * need + 1, dtype=np.int32)
+        bits, seqs, drafts = self._bits, rows.seqs, rows.drafts
+        starts, used = [0] * (len(seqs) + 1), 0
         for r in constrained:
-            seq = rows.seqs[r]
+            seq, n_draft = seqs[r], drafts[r]
             assert seq.matcher is not None
             try:
-                n = seq.matcher.fill_path(seq.draft[: rows.drafts[r]], bits[used:])
-                if n not in range(1, rows.drafts[r] + 2):
-                    raise ValueError(f"fill_path wrote {n} masks for {rows.drafts[r]} drafts")
+                n = seq.matcher.fill_path(seq.draft[:n_draft] if n_draft else (), bits[used:])
+                if n not in range(1, n_draft + 2):
+                    raise ValueError(f"fill_path wrote {n} masks for {n_draft} drafts")
             except FAULTS as error:
                 # the row is sampled without a mask and thrown away: the engine ends the request first
                 seq.error = plugin_failure("constraint engine", error)
                 bits[used] = -1
                 n = 1
-            starts[r + 1] = n
             used += n
-        return MaskBatch(starts=np.cumsum(starts, dtype=np.int32), bits=bits[:used])
+            starts[r + 1] = n
+        if used == len(seqs) == len(constrained):  # one each
+            return MaskBatch(starts=self._count[: used + 1], bits=bits[:used])
+        return MaskBatch(starts=np.array(list(accumulate(starts)), np.int32), bits=bits[:used])
 
 
 def forced(seq: Sequence) -> list[int]:

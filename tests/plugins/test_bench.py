@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,29 @@ def test_the_determinism_bench_names_its_sides(capsys: pytest.CaptureFixture[str
     assert main(["bench", "determinism", "toy://seed=1", *size]) == 0
     head = next(line for line in capsys.readouterr().out.splitlines() if "what" in line)
     assert [word.strip() for word in head.strip("┃").split("┃")] == ["what", "batch-invariant", "off", "ratio", "unit"]
+
+
+def test_the_constraints_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="the bench of constraints needs an engine")
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}')
+    size = ["--tokens", "12", "--rounds", "2", "--json"]
+    assert main(["bench", "constraints", "toy://vocab=300", "--schema", str(file), *size]) == 0
+    results = {result["name"]: result for result in json.loads(capsys.readouterr().out)["results"]}
+    rows = [name for name in results if name.startswith("our layer")]
+    assert len(rows) == 4
+    assert all("unsafe_compute_mask_ptr" in name for name in rows), "what is subtracted is listed"
+    for name, compared in (("second use of a schema: to the first mask", False),
+                           ("schema against free, without forced tokens", True),
+                           ("schema against free, with forced tokens", True)):  # fmt: skip
+        assert results[name]["ours"] > 0
+        assert (results[name]["ratio"] is not None) == compared
+    assert results["tokens that the schema forces"]["ours"] > 0
+    file.write_text('{"type": "objct"}')
+    assert main(["bench", "constraints", "toy://vocab=300", "--schema", str(file), *size]) == 6
+    assert "HR-CONSTRAINT-02" in capsys.readouterr().err
+    assert main(["bench", "constraints", "toy://vocab=300", "--schema", str(tmp_path / "none"), *size]) == 2
+    assert "--schema" in capsys.readouterr().err
 
 
 def test_a_backend_without_a_raw_loop_says_so(capsys: pytest.CaptureFixture[str]) -> None:

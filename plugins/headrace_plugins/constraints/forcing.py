@@ -115,12 +115,12 @@ class _Forced(Matcher):
         bits[token >> 5] = (1 << (token & 31)) - (1 << 32 if token & 31 == 31 else 0)
 
     def accept(self, token: int) -> bool:
+        if self._walk.done():
+            return False
         ids = self._record[-1]
         if ids is None:
             ids = self._look()
-        if ids and token != ids[0]:
-            return False
-        if self._walk.done() or not self._walk.accept(token):
+        if (ids and token != ids[0]) or not self._walk.accept(token):
             return False
         self._record.append(ids[1:] or None)
         return True
@@ -134,7 +134,7 @@ class _Forced(Matcher):
         return self._walk.done()
 
     def forced(self) -> Seq[int]:
-        if not self._jumps:
+        if not self._jumps or self._walk.done():
             return ()
         ids = self._record[-1]
         return self._look() if ids is None else ids
@@ -143,7 +143,8 @@ class _Forced(Matcher):
         return self._walk.verdict()
 
     def _look(self) -> Ids:
-        forced = () if self._walk.done() else self._walk.forced()
+        """Of a state that is not done."""
+        forced = self._walk.forced()
         ids = self._spelling.tokens(forced) if forced else ()
         if forced and isinstance(forced[-1], bytes):
             whole = self._spelling.tokens(forced, ends=True)

@@ -116,20 +116,22 @@ BYTES_PER_CHARACTER = 100
 class LLWalk(Walk):
     """llguidance's matcher never leaves an error; then the walk goes on with a new one, from its own record."""
 
-    __slots__ = ("_bytes", "_failed", "_matcher", "_start", "_tokens", "_vocabulary", "_words")
+    __slots__ = ("_bytes", "_failed", "_free", "_matcher", "_start", "_tokens", "_vocabulary", "_words")
 
     def __init__(self, start: LLMatcher, vocabulary: Vocabulary) -> None:
         self._start = start
         self._matcher = start.deep_copy()
         self._tokens: list[int] = []
         self._failed = False
+        self._free = False
+        """Known: nothing is forced in this state."""
         self._vocabulary = vocabulary
         self._words = vocabulary.n_words
         self._bytes = 4 * vocabulary.n_words
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         matcher = self._matcher
-        if (forced := matcher.compute_ff_bytes()) and matcher.compute_ff_tokens():
+        if not self._free and (forced := matcher.compute_ff_bytes()) and matcher.compute_ff_tokens():
             self._fill_forced(bits, forced)
             return
         # bits.ctypes.data says the same at four times the cost
@@ -158,6 +160,7 @@ class LLWalk(Walk):
     def accept(self, token: int) -> bool:
         if self._matcher.try_consume_tokens([token]) == 1:
             self._tokens.append(token)
+            self._free = False
             return True
         if self._matcher.is_error():
             self._fail()
@@ -168,6 +171,7 @@ class LLWalk(Walk):
         if not n:
             return
         del self._tokens[-n:]
+        self._free = False
         if self._failed:
             self._matcher = self._start.deep_copy()
             self._matcher.consume_tokens(self._tokens)
@@ -185,7 +189,10 @@ class LLWalk(Walk):
         # llguidance tokenises with `_Tokens` and leaves out what a longer allowed token might take; its mask at such a
         # state allows the first of these tokens alone
         matcher = self._matcher
-        return matcher.compute_ff_tokens() if matcher.compute_ff_bytes() else ()
+        if not self._free and matcher.compute_ff_bytes():
+            return matcher.compute_ff_tokens()
+        self._free = True
+        return ()
 
     def _fail(self) -> None:
         """The matcher is in an error: nothing to go on with (then the mask is empty), or a limit."""
