@@ -76,7 +76,8 @@ def texts_near(points: list[Fraction]) -> set[str]:
     texts = set()
     for point in points:
         for near in (point, point + 1, point - 1, point + Fraction("0.001"), point * 10, point / 8, -point):
-            texts |= {json.dumps(float(near)), f"{float(near):.3f}", f"{float(near):.2f}0"}
+            if abs(near) < 10**308:
+                texts |= {json.dumps(float(near)), f"{float(near):.3f}", f"{float(near):.2f}0"}
             if near.denominator == 1:
                 texts |= {str(near), f"{near}.0"}
     return texts
@@ -124,6 +125,11 @@ def test_multiples_that_no_small_regex_holds(step):
     allows = matcher(Number(integer=True, multiples=(Fraction(step),)))
     assert [number for number in range(-300, 1300) if allows(str(number)) != (number % step == 0)] == []
     assert allows(f"-{step}00.0")
+
+
+def test_whole_numbers_that_are_multiples_of_a_half():
+    allows = matcher(Number(integer=True, multiples=(Fraction(1, 2),)))
+    assert [allows(text) for text in ("3", "3.0", "1.5", "-0.5")] == [True, True, False, False]
 
 
 def test_more_remainders_than_can_be_kept_apart():

@@ -86,7 +86,9 @@ def number_language(shape: Number, where: str) -> Regex | Dfa:
         base = both(base, *(complement(spellings(value)) for value in shape.excluded))
     if not shape.multiples and not shape.not_multiples:
         return base
-    steps = [(_multiples(step, where), True) for step in shape.multiples]
+    # Whole numbers that are multiples of 3/2 are those of 3.
+    wanted = [Fraction(step.numerator) if shape.integer else step for step in shape.multiples]
+    steps = [(_multiples(step, where), True) for step in wanted]
     steps += [(_multiples(step, where), False) for step in shape.not_multiples]
     return _all_of(base, steps, where)
 
