@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.grammar import Rules, Rx
-from headrace_plugins.constraints.regex import either, literal
+from headrace_plugins.constraints.regex import NOTHING, Cat, Or, either, literal
 
 MAX_CHOICES = 100_000
 _HELP = 'write a JSON list of texts: ["yes", "no"]'
@@ -33,4 +33,9 @@ def choice(texts: Sequence[str]) -> Rules:
     for index, each in enumerate(texts):
         if any("\ud800" <= char <= "\udfff" for char in each):
             raise RequestError("HR-CONSTRAINT-02", f"choice /{index}: half of a surrogate pair", _HELP)
-    return Rules("choice", {"choice": Rx(either(*(literal(each) for each in texts)))})
+    known = {char: literal(char) for char in set().union(*texts)}
+    short = either(*(literal(each) for each in texts if len(each) < 2))
+    long = [Cat(tuple(map(known.__getitem__, each))) for each in dict.fromkeys(texts) if len(each) > 1]
+    # not by `either`: it takes the hash of each, seconds for the most that are allowed
+    choices = (*([short] if short != NOTHING else []), *long)
+    return Rules("choice", {"choice": Rx(choices[0] if len(choices) == 1 else Or(choices))})

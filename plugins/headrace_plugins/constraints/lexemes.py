@@ -177,6 +177,8 @@ class _Survey:
     terminals: list[Regex | None] = field(default_factory=list)
     """None: a special token."""
     _numbers: dict[Expr, int] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
+    """By id: the rules keep their leaves alive."""
     _by_regex: dict[Regex, int] = field(default_factory=dict)
     _firsts: dict[str, tuple[int, bool]] = field(default_factory=dict)
     _follow: dict[str, int] = field(default_factory=dict)
@@ -228,6 +230,12 @@ class _Survey:
             waiting |= dict.fromkeys(each for each, mask in before.items() if self._follow[each] != mask)
 
     def _number(self, leaf: Expr) -> int:
+        number = self._seen.get(id(leaf))  # a leaf may be large: its hash is taken once
+        if number is None:
+            number = self._seen[id(leaf)] = self._numbered(leaf)
+        return number
+
+    def _numbered(self, leaf: Expr) -> int:
         number = self._numbers.get(leaf)
         if number is None:
             regex = _regex(leaf)

@@ -50,7 +50,8 @@ def trimmed(rules: Rules) -> Rules:
             f"no text matches the grammar: rule {rules.start!r} never ends",
             "check its alternatives",
         )
-    bodies = {name: _simplified(_without(body, productive)) for name, body in bodies.items() if name in productive}
+    if len(productive) < len(bodies):
+        bodies = {name: _simplified(_without(body, productive)) for name, body in bodies.items() if name in productive}
     reached, waiting = {rules.start: None}, [rules.start]
     while waiting:
         for name in references(bodies[waiting.pop()]):
@@ -197,13 +198,24 @@ def _simplified(body: Expr) -> Expr:
 
 
 def _simplified_regex(regex: Regex) -> Expr:
-    regex = simplified(regex)
+    if _holds_nothing(regex):
+        regex = simplified(regex)
     if regex == EMPTY:
         return EMPTY_EXPR
     try:
         return NOTHING_EXPR if is_empty(regex, EMPTINESS_STATES) else Rx(regex)
     except RequestError:  # too big to tell: then the engine finds out, or nothing can follow
         return Rx(regex)
+
+
+def _holds_nothing(regex: Regex) -> bool:
+    match regex:
+        case Chars(ranges):
+            return not ranges
+        case Cat(parts) | Or(parts) | And(parts):
+            return any(map(_holds_nothing, parts))
+        case Repeat(body) | Not(body):
+            return _holds_nothing(body)
 
 
 def simplified(regex: Regex) -> Regex:
