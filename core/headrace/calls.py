@@ -73,7 +73,7 @@ class Caller:
         if self._loop is None:
             self._loop = _Loop()
             weakref.finalize(self, self._loop.stop)
-        future = asyncio.run_coroutine_threadsafe(self._all(calls, contextvars.copy_context()), self._loop.loop)
+        future = asyncio.run_coroutine_threadsafe(self._all(calls), self._loop.loop)
         news: SimpleQueue[Any] = SimpleQueue()  # ^C leaves it whole, unlike a lock
         future.add_done_callback(news.put)
         self._stop = future.cancel
@@ -95,7 +95,7 @@ class Caller:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._all(calls, contextvars.copy_context()))
+        task = loop.create_task(self._all(calls))
         self._stop = partial(loop.call_soon_threadsafe, task.cancel)
         try:
             await asyncio.wait({task})
@@ -120,20 +120,19 @@ class Caller:
         tool = self._tools.get(name)
         return tool.timeout_s if tool is not None and tool.timeout_s is not None else self._timeout_s
 
-    async def _all(self, calls: Seq[Mapping[str, Any]], context: contextvars.Context) -> list[ToolResult]:
+    async def _all(self, calls: Seq[Mapping[str, Any]]) -> list[ToolResult]:
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.create_task(self._one(c, context), context=context.copy()) for c in calls))
+        return await asyncio.gather(*map(self._one, calls))
 
-    async def _one(self, call: Mapping[str, Any], context: contextvars.Context) -> ToolResult:
+    async def _one(self, call: Mapping[str, Any]) -> ToolResult:
         import asyncio
 
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         seconds = self._seconds(name)
         try:
             bound, is_async = self._bound(name, arguments)
-            value: Any = _awaited(bound) if is_async else _in_thread(partial(context.copy().run, bound))
+            value: Any = _awaited(bound) if is_async else _in_thread(partial(contextvars.copy_context().run, bound))
             while inspect.isawaitable(value):
                 task: asyncio.Future[Any] = asyncio.ensure_future(value)
                 try:

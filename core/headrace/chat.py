@@ -360,7 +360,6 @@ class Answer:
 
     def __del__(self) -> None:
         self._rounds.release()
-        self._steps.close()
 
     def _next(self) -> _Wait | ChatChunk:
         """What comes next. What was waited for when ^C came is waited for again."""

@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +20,13 @@ import pytest
 from plugin_text import plugin_module
 
 from headrace import Chat, tool
-from headrace.answers import ChatChunk
+from headrace.answers import ChatChunk, Reading, job_for
 from headrace.catalog import Catalog
 from headrace.dialogue import AnswerParser, Message, Prompt, Turn
 from headrace.errors import AnswerError, ConfigError, HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.testing.toy_parts import ToyConstraint
-from headrace.types import Grammar, SamplingParams
+from headrace.types import Chunk, Completion, Grammar, Output, SamplingParams, Timings, Usage
 from headrace_plugins.dialects.hermes import Hermes
 
 LONG = SamplingParams(max_tokens=400)
@@ -165,6 +165,55 @@ def test_the_stream_of_a_call(talk: Talk) -> None:
     whole = [chunk for chunk in chunks if chunk.results]
     assert len(whole) == 1
     assert not whole[0].text
+
+
+def test_tokens_of_a_stream(talk: Talk) -> None:
+    said = "<think>\nhm\n</think>\n\nWell: é 🙂 " + "x" * 80
+    chat, _ = talk(said, said)
+    chunks = list(chat.stream("?", LONG))
+    answer = chat.stream("?", LONG)
+    begun = next(answer)
+    reply = answer.result()
+    assert reply.text == "".join(chunk.text for chunk in chunks) == said.partition("\n\n")[2]
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(reply.token_ids)
+    assert reply.text.startswith(begun.text)
+    assert reply.reasoning == "hm"
+    assert answer.result() is reply
+    assert list(answer) == []
+
+
+def test_what_is_left_of_an_answer_is_read_at_once() -> None:
+    text = "<think>hm</think>Well, well."
+    completion = Completion(index=0, text=text, token_ids=tuple(range(9)), finish_reason="stop")
+    usage, timings = Usage(1, 9, 0), Timings(0.0, 0.0, 0.0, 0.0, 0.0)
+    output = Output(request_id="r", prompt="p", prompt_token_ids=(), completions=(completion,), usage=usage,
+                    timings=timings)  # fmt: skip
+    for n in range(len(text)):
+        reading = Reading(lambda prompt, turn: FAMILY.parser([]), Prompt("p", []), Turn(), 1)
+        shown = [reading.chunk(Chunk(0, char, (i,))) for i, char in enumerate(text[:n])]
+        seen = [chunk for chunk in shown if chunk is not None]
+        ids = [token for chunk in seen for token in chunk.token_ids]
+        assert ids == list(range(len(ids)))
+        assert not reading.over
+        reply = reading.reply(output)
+        assert (reply.text, reply.reasoning, reply.finish_reason) == ("Well, well.", "hm", "stop")
+        assert reply.text.startswith("".join(chunk.text for chunk in seen))
+
+
+def test_marks_that_are_special_tokens(llm: LLM) -> None:
+    """They are part of the text for the parser, and where they end an answer, they end it as tokens."""
+
+    class Marked(Script):
+        def prompt(self, messages: Sequence[Mapping[str, Any]], turn: Turn = Turn()) -> Prompt:  # noqa: B008
+            marks = ("<|im_start|>", "<nothing>"), ("<|im_end|>", "</end>")
+            return replace(super().prompt(messages, turn), constraint=None, shown=marks[0], stop=marks[1])
+
+    made = Marked(llm, ["a"])
+    (request, text), _ = job_for(llm, made, [{"role": "user", "content": "x"}], Turn(), {"stop": ["own"]})
+    assert text == "1 messages:"
+    assert request.shown_ids == {258}
+    assert request.params.stop == ("own", "</end>")
+    assert request.params.stop_token_ids == (259,)
 
 
 def test_names_are_sent_once() -> None:
@@ -351,9 +400,24 @@ def test_an_async_tool_that_blocks_its_loop(talk: Talk, monkeypatch: pytest.Monk
     chat, _ = talk(call("rude"), "hm", call("add", a=1), "2", tools=[rude, add], tool_timeout_s=0.02)
     assert chat.ask("?", LONG).text == "hm"
     assert "blocks its event loop" in chat.history[2]["content"]
-    monkeypatch.undo()
-    assert chat.ask("?", LONG).text == "2"
+    monkeypatch.setattr("headrace.calls.GRACE_S", 20.0)
+    assert [result.content for result in chat.ask("?", LONG).results] == ["2"]
     over.set()
+
+
+def test_an_async_tool_hears_that_nobody_waits(talk: Talk) -> None:
+    told = threading.Event()
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            told.set()
+            raise
+
+    chat, _ = talk(call("slow"), "tired", tools=[slow], tool_timeout_s=0.02)
+    assert chat.ask("?", LONG).text == "tired"
+    assert told.wait(20)
 
 
 def test_the_number_of_rounds_is_bounded(talk: Talk) -> None:
@@ -520,11 +584,12 @@ def test_a_constraint_of_the_params_is_the_answers_schema(talk: Talk) -> None:
 
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_cancel_while_a_tool_runs(talk: Talk, way: str) -> None:
-    running, over = threading.Event(), threading.Event()
+    running, over, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:
         running.set()
-        over.wait(30)
+        over.wait(20)
+        ended.set()
 
     chat, _ = talk(call("slow"), "never", "hello", tools=[slow])
 
@@ -544,6 +609,7 @@ def test_cancel_while_a_tool_runs(talk: Talk, way: str) -> None:
         threading.Thread(target=stop, args=(answer,)).start()
         reply = answer.result()
     assert reply.finish_reason == "abort"
+    assert not ended.is_set()
     assert chat.history == []
     over.set()
     assert "never" in chat.ask("again", LONG).text
@@ -574,17 +640,29 @@ def test_a_cancelled_task_frees_the_chat(talk: Talk) -> None:
 def test_control_c_while_a_tool_runs(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """^C goes to whoever waits; the chat is free afterwards and has forgotten the turn."""
 
+    running, told = threading.Event(), threading.Event()
+
+    async def slow() -> None:
+        running.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            told.set()
+            raise
+
     class Interrupted:
         def put(self, _: object) -> None: ...
 
         def get(self, timeout: float | None = None) -> None:
+            running.wait(20)
             raise KeyboardInterrupt
 
-    chat, _ = talk(call("add", a=1), "hello", tools=[add])
+    chat, _ = talk(call("slow"), "hello", tools=[slow])
     with monkeypatch.context() as patched:
         patched.setattr("headrace.calls.SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.ask("?", LONG)
+    assert told.wait(20)
     assert chat.history == []
     assert chat.ask("again", LONG).text == "hello"
 

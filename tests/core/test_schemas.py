@@ -153,8 +153,9 @@ def test_cut_answers_are_named_and_the_others_finish(llm: LLM) -> None:
     assert reasons == ["stop", "length", "stop"]
     assert several.value.output is several.value.outputs[1]
     Place.model_validate_json(several.value.outputs[2].text)
-    with pytest.raises(AnswerError, match="HR-CONSTRAINT-10: prompt 0"):
-        asyncio.run(llm.agenerate(["a"], few, schema=Place))
+    with pytest.raises(AnswerError, match="HR-CONSTRAINT-10: prompt 0") as all_cut:
+        asyncio.run(llm.agenerate(["a", "b"], few, schema=Place))
+    assert len(all_cut.value.outputs) == 2
 
 
 def test_a_type_that_asks_for_more_than_its_schema(llm: LLM) -> None:
