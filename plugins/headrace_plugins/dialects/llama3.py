@@ -28,7 +28,7 @@ class Llama3(Family):
     triggers = (TAG,)
     first = ("{", "[")
     shown = (TAG,)
-    ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    ends = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>")
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return any_of([json_call(*function_of(tool), arguments="parameters") for tool in tools])
@@ -51,7 +51,6 @@ class LlamaPythonic(Llama3):
     """[f(a="x", b=1), g()]: Llama 4, and small models of 3.2 whose template asks for it."""
 
     name = "llama-pythonic"
-    ends = ("<|eot|>", "<|eom|>", *Llama3.ends)
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         return python_list(tools, choice)

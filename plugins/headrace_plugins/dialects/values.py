@@ -191,7 +191,10 @@ def _marked_key(cursor: Cursor, mark: str) -> Steps[str]:
             raise Broken from None
         behind, _ = yield from cursor.until(":", "=", most=NAME_CHARS)
     else:
-        key, behind = (yield from cursor.until(":", "=", most=NAME_CHARS))[0], ""
+        key, behind = (yield from scalar(cursor, ":={}[],<")).strip(), ""
+        yield from cursor.expect(":", "=")
+        if not key:
+            raise Broken
     if behind.strip():
         raise Broken
     return key.strip()
