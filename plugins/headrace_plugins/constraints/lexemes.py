@@ -22,6 +22,8 @@ from headrace_plugins.constraints.trimming import EMPTY_EXPR, post_order, refere
 MAX_STATES = 1_500
 """States looked at for one terminal, or one set of terminals that may come next. Beyond them nothing is found, and the
 promise of `Rx` stands alone."""
+MAX_WORK = 500_000
+"""Terminals compared in one round, each state of each counted; a second or two."""
 MAX_ROUNDS = 20
 FINE_ROUNDS = 8
 """After so many rounds, terminals at which texts are lost are taken apart to single characters."""
@@ -184,6 +186,8 @@ class _Survey:
     _follow: dict[str, int] = field(default_factory=dict)
     _next: dict[int, int] = field(default_factory=dict)
     _lead: dict[int, int] = field(default_factory=dict)
+    _leads_of: dict[int, int] = field(default_factory=dict)
+    _work: int = 0
     _unsure: int = 0
 
     def conflicts(self) -> Lost:
@@ -199,13 +203,13 @@ class _Survey:
         terms = Terms(MAX_STATES)
         starts: dict[int, int] = {}
         rows = [self._firsts[self.rules.start][0], *self._next.values()]
-        checked: set[int] = set()
-        while rows:
+        rows.sort(key=int.bit_count)
+        checked: list[int] = []
+        while rows:  # the largest first: what is right in a row is right in a part of it
             row = rows.pop()
-            if row not in checked:
-                checked.add(row)
-                if _union(1 << number | self._next.get(number, 0) for number in _members(row)) & self._unsure:
-                    rows += self._check(row, terms, starts, lost)
+            if all(row & ~larger for larger in checked):
+                checked.append(row)
+                rows += self._check(row, terms, starts, lost)
         found = ((self.terminals[number], texts) for number, texts in lost.items())
         return {regex: texts for regex, texts in found if regex is not None and not isinstance(regex, Chars)}
 
@@ -292,7 +296,10 @@ class _Survey:
 
     def _leads(self, mask: int) -> int:
         """First bytes of the terminals of a set, as bits."""
-        return _union(self._lead_of(number) for number in _members(mask))
+        found = self._leads_of.get(mask)
+        if found is None:
+            found = self._leads_of[mask] = _union(self._lead_of(number) for number in _members(mask))
+        return found
 
     def _lead_of(self, number: int) -> int:
         found = self._lead.get(number)
@@ -342,6 +349,9 @@ class _Survey:
         start = tuple((number, starts[number]) for number in _members(row) if number in starts)
         seen, waiting = {start: ""}, [start]
         for states in waiting:  # grows while it is walked
+            self._work += len(states)
+            if self._work > MAX_WORK:
+                break
             complete = _union(1 << number for number, state in states if terms.nullable[state])
             if complete & (complete - 1):
                 new.append(_union(self._next.get(number, 0) for number in _members(complete)))
