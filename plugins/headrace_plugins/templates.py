@@ -198,6 +198,11 @@ class PromptEncoder:
             return None
         return re.compile(f"(?=({'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True))}))")
 
+    def is_special(self, name: str) -> bool:
+        """Is there a special token of this name?"""
+        ids = self.tokenizer.encode(name, add_bos=False, parse_special=True)
+        return len(ids) == 1 and self.tokenizer.is_special(ids[0])
+
     def shield(self, messages: Any) -> tuple[Any, str]:
         """(messages with broken-up names, the private character; empty if no name occurs)."""
         pattern = self._names

@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from headrace.errors import RequestError, did_you_mean
+from headrace_plugins.constraints.automata import is_empty
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.patterns import parse_pattern
+from headrace_plugins.constraints.regex import Regex, cat, literal
 from headrace_plugins.constraints.schema.limits import SchemaLimits
 from headrace_plugins.constraints.schema.reading import read_schema as read_json_schema
 from headrace_plugins.constraints.schema.shapes import ShapeTable
 from headrace_plugins.constraints.schema.writing import before, write_rules
+from headrace_plugins.constraints.trimming import EMPTINESS_STATES
 
 MAX_DEPTH = 64
 """Expressions inside each other."""
@@ -96,7 +99,7 @@ class _Reader:
             case "schema":
                 return self._schema(value, fields, path)
             case "seq":
-                return Seq(tuple(self._all(value, at, depth)))
+                return self._series(_flat(value, at), depth)
             case "any":
                 choices = tuple(self._all(value, at, depth))
                 if not choices:
@@ -106,6 +109,31 @@ class _Reader:
                 return Rep(self.read(value, at, depth + 1), 0, 1)
             case _:
                 return self._many(fields, path, depth)
+
+    def _series(self, parts: list[tuple[object, str]], depth: int) -> Expr:
+        """One after the other. Texts that follow each other are one, and so are a text up to a mark and that mark:
+        engines look for terminals at which texts are lost, and of such there are none."""
+        read: list[Expr] = []
+        for i, (part, path) in enumerate(parts):
+            behind = parts[i + 1][0] if i + 1 < len(parts) else None
+            end = part.get("until") if isinstance(part, dict) else None
+            if isinstance(end, str) and end and isinstance(behind, str) and behind.startswith(end):
+                read.append(self._marked(part, _text(behind, parts[i + 1][1]), path, depth))
+                parts[i + 1] = ("", path)
+            else:
+                read.append(self.read(part, path, depth + 1))
+        return Seq(tuple(read))
+
+    def _marked(self, part: object, behind: str, path: str, depth: int) -> Expr:
+        """A text up to a mark together with the text behind it, which begins with the mark."""
+        fields = _checked(part, path)[1]
+        if "schema" not in fields:
+            return Rx(cat(before(_filled(fields["until"], f"{path}/until")), literal(behind)), sure=True)
+        ref = self._schema(fields["schema"], fields, path)
+        match self.rules.get(ref.name):
+            case Alt((Rx(regex),)) if not _matches_nothing(regex):
+                return Rx(cat(regex, literal(behind)), sure=True)
+        return Seq((ref, Lit(behind)))
 
     def _all(self, parts: object, path: str, depth: int) -> Iterable[Expr]:
         if not isinstance(parts, list):
@@ -131,7 +159,7 @@ class _Reader:
         except RequestError as error:
             raise _at(error, path) from None
 
-    def _schema(self, schema: object, fields: Mapping[str, object], path: str) -> Expr:
+    def _schema(self, schema: object, fields: Mapping[str, object], path: str) -> Ref:
         notation = _text(fields.get("notation", "json"), f"{path}/notation")
         until = fields.get("until")
         if until is not None:
@@ -157,6 +185,32 @@ class _Reader:
             self.rules.update(rules.rules)
             known = self._schemas[key] = Ref(rules.start)
         return known
+
+
+def _matches_nothing(regex: Regex) -> bool:
+    """True too where that is hard to tell."""
+    try:
+        return is_empty(regex, EMPTINESS_STATES)
+    except RequestError:
+        return True
+
+
+def _flat(parts: object, path: str) -> list[tuple[object, str]]:
+    """The parts of a series with their places: series in it laid out, and texts that follow each other as one."""
+    if not isinstance(parts, list):
+        raise _wrong(path, f"{_shown(parts)} is no array")
+    flat: list[tuple[object, str]] = []
+    waiting = [(part, f"{path}/{i}", 0) for i, part in reversed(list(enumerate(parts)))]
+    while waiting:
+        part, at, depth = waiting.pop()
+        if isinstance(part, dict) and list(part) == ["seq"] and isinstance(part["seq"], list) and depth < MAX_DEPTH:
+            inner = reversed(list(enumerate(part["seq"])))
+            waiting += [(each, f"{at}/seq/{i}", depth + 1) for i, each in inner]
+        elif isinstance(part, str) and flat and isinstance(last := flat[-1][0], str):
+            flat[-1] = (last + part, flat[-1][1])
+        else:
+            flat.append((part, at))
+    return flat
 
 
 def _checked(document: object, path: str) -> tuple[str, dict[str, object]]:

@@ -78,7 +78,9 @@ class TemplateFormat:
         state = self._thinking(text.removesuffix(turn.prefill) if turn.prefill else text)
         marked = any(mark.strip() in self.template.source for mark in self.family.think or ())
         think = think_of(self.family, turn, state, expected=marked)
-        constraint = constraint_of(turn, tools, think, family=self.family, caller=self._caller)
+        constraint = constraint_of(
+            turn, tools, think, family=self.family, caller=self._caller, special=self._encoder.is_special
+        )
         return Prompt(text, ids, constraint, shown=self._caller.shown, stop=self._caller.stop)
 
     def parser(self, prompt: Prompt, turn: Turn = PLAIN) -> AnswerParser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ def think_of(family: Family, turn: Turn, state: str, *, expected: bool = True) -
     state: how the prompt leaves it, "open" (the answer begins inside), "over" or "free" (it may begin). expected: the
     prompt's format knows of reasoning."""
     think = family.think
-    if think is None or state == "over" or turn.prefill:
+    if think is None or state == "over" or (turn.prefill and (state == "free" or think[1] in turn.prefill)):
         return None
     if state == "free" and (turn.thinking is False or not expected):
         return None
@@ -32,9 +32,16 @@ def think_of(family: Family, turn: Turn, state: str, *, expected: bool = True) -
 
 
 def constraint_of(
-    turn: Turn, tools: Seq[Tool], think: Think | None, *, family: Family, caller: Family
+    turn: Turn,
+    tools: Seq[Tool],
+    think: Think | None,
+    *,
+    family: Family,
+    caller: Family,
+    special: Callable[[str], bool] = bool,
 ) -> Grammar | None:
-    """What an answer must be; None: anything. family: of the model, caller: whose calls the prompt asks for.
+    """What an answer must be; None: anything. family: of the model, caller: whose calls the prompt asks for. special:
+    is a special token of that name in the vocabulary?
 
     Raises RequestError HR-CONSTRAINT-11 for a schema that can't stand beside tools, HR-TOOL-04 for an unknown tool."""
     schema = _expression_of(turn.schema) if turn.schema is not None else None
@@ -45,11 +52,11 @@ def constraint_of(
         message = f"tools can't be offered beside a constraint of the kind '{turn.schema.kind}'"
         raise RequestError("HR-CONSTRAINT-11", message, "use a json_schema, regex or choice, or leave the tools out")
     if choice.mode == "required" and tools:
-        return _body(think, caller.only_calls(chosen(tools, choice), choice))
+        return _body(think, spelled(caller.only_calls(chosen(tools, choice), choice), special))
     if schema is not None:
-        return _body(think, any_of([caller.content(schema), caller.only_calls(tools, choice)]))
+        return _body(think, spelled(any_of([caller.content(schema), caller.only_calls(tools, choice)]), special))
     if tools:
-        body = caller.calls(tools, choice)
+        body = spelled(caller.calls(tools, choice), special)
         if openings := [mark for mark in caller.openings(tools) if mark not in caller.triggers or begins(body, mark)]:
             return _free(think, openings, None if choice.parallel else 1, body)
     if turn.tools and not tools and caller.triggers:
@@ -112,6 +119,22 @@ def begins(expression: Expression, mark: str) -> bool:
 
 def _may_be_empty(expression: Expression) -> bool:
     return expression == "" or (isinstance(expression, Mapping) and "opt" in expression)
+
+
+def spelled(expression: Expression, special: Callable[[str], bool]) -> Expression:
+    """The expression with names that are no special token as text: as such, engines join it with the text beside it."""
+    if isinstance(expression, str):
+        return expression
+    if "special" in expression:
+        return expression if special(expression["special"]) else expression["special"]
+    told = dict(expression)
+    for key in ("seq", "any"):
+        if key in told:
+            told[key] = [spelled(each, special) for each in told[key]]
+    for key in ("opt", "many", "between"):
+        if told.get(key) is not None:
+            told[key] = spelled(told[key], special)
+    return told
 
 
 def _body(think: Mapping[str, Any] | None, body: Expression) -> Grammar:

@@ -19,11 +19,12 @@ from headrace_plugins.dialects.values import python_value
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """Of JSON values; an integer is a number."""
 
-_PLAIN = frozenset(
-    {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions", "$comment"}
-    | {"title", "description", "default", "examples", "deprecated", "strict"}
+_BEYOND = frozenset(
+    {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef"}
+    | {"patternProperties", "propertyNames", "minProperties", "maxProperties"}
+    | {"dependencies", "dependentRequired", "dependentSchemas"}
 )
-"""Keywords of schemas of arguments that can be written one by one."""
+"""Keywords by which more depends on each other than can be said of arguments that are written one by one."""
 _PLAIN_REFERENCE = frozenset({"$ref", "$defs", "definitions", "$schema"})
 _TOOL = "tool:parameters"
 _DEEPEST = 32
@@ -57,7 +58,7 @@ def arguments_of(tool: str, schema: Mapping[str, Any]) -> list[Argument]:
             break
         root = target
     for keyword in root:
-        if keyword not in _PLAIN:
+        if keyword in _BEYOND:
             message = (
                 f"the parameters of tool '{tool}' can't be kept: #/{keyword} says more than which arguments there are"
             )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,12 @@ pytest.importorskip("llguidance", reason="needs llguidance (pip install 'headrac
 from call_grammars import Bytes, ToolGrammar, compiled, walked
 from call_texts import WRITERS, Calls, family, tool
 
-from headrace.dialogue import ToolChoice
+from headrace.dialogue import Tool, ToolChoice
+from headrace.types import Grammar
+from headrace_plugins.constraints.compiling import Compiler, Work
+from headrace_plugins.constraints.options import ConstraintOptions
+from headrace_plugins.constraints.vocabulary import Vocabulary
+from headrace_plugins.dialects.grammars import spelled
 
 DEEP = {
     "type": "object",
@@ -110,3 +118,47 @@ def test_texts_and_json_are_told_apart(name: str) -> None:
         assert grammar.accepts(WRITERS[name]([("g", arguments)])), arguments
     for arguments in ({"v": None}, {"w": 3}, {"w": "y"}):
         assert not grammar.accepts(WRITERS[name]([("g", arguments)])), arguments
+
+
+# --- BFCL ------------------------------------------------------------------------------------------------------------
+
+_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None, "String": "string", "Boolean": "boolean"}
+
+
+def _as_json_schema(schema: Any) -> Any:
+    """BFCL's types by their names in JSON Schema."""
+    if isinstance(schema, list):
+        return [_as_json_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {key: _as_json_schema(value) for key, value in schema.items()}
+    kind = told.get("type")
+    if isinstance(kind, str):
+        told["type"] = _TYPES.get(kind, kind)
+    if kind == "array" and "enum" in told:  # in one of them: of its elements
+        told["items"] = {**told.get("items", {}), "enum": told.pop("enum")}
+    return {key: value for key, value in told.items() if key != "type" or value is not None}
+
+
+def _bfcl_tools() -> list[Tool]:
+    folder = Path(os.environ["HEADRACE_CASES"]) / "bfcl"
+    lines = (line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines())
+    functions = [function for line in lines for function in json.loads(line)["function"]]
+    return [
+        {"type": "function", "function": {**each, "parameters": _as_json_schema(each["parameters"])}}
+        for each in functions
+    ]
+
+
+@every_family
+def test_bfcl_schemas_compile(name: str) -> None:
+    """Every schema for families of either kind; of the others, whose grammars are made alike, one in fifty."""
+    if not os.environ.get("HEADRACE_CASES"):
+        pytest.skip("HEADRACE_CASES names no folder with bfcl/")
+    tools = _bfcl_tools()
+    assert len(tools) > 600
+    made = family(name)
+    compiler = Compiler(ConstraintOptions(), Vocabulary(Bytes()), ("llguidance",))
+    for one in tools if name in ("hermes", "qwen-xml") else tools[::50]:
+        body = spelled(made.only_calls([one], ToolChoice("required")), lambda _: False)
+        compiler.compile(Grammar("tagged", json.dumps({"start": "body", "body": body})), Work(lambda: False, 60))

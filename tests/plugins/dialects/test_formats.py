@@ -14,7 +14,7 @@ from headrace.errors import ModelError, RequestError
 from headrace.testing.toy import ToyTokenizer
 from headrace.types import Grammar
 from headrace_plugins.dialects.formats import HEADERS, TemplateFormat
-from headrace_plugins.dialects.grammars import begins
+from headrace_plugins.dialects.grammars import begins, spelled
 from headrace_plugins.templates import ChatTemplate
 
 PLAIN = (
@@ -58,6 +58,11 @@ def document(made: TemplateFormat, **turn: Any) -> dict[str, Any]:
     return read
 
 
+def as_text(expression: Any) -> Any:
+    """An expression for a vocabulary without the family's marks."""
+    return spelled(expression, lambda name: False)
+
+
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +103,7 @@ def test_auto_may_call(parallel: bool) -> None:
     made = document(form(QWEN), tools=(TOOL,), choice=ToolChoice(parallel=parallel))
     assert (made["start"], made["triggers"], made["most"]) == ("free", ["<tool_call>"], None if parallel else 1)
     assert ("many" in made["body"]) == parallel
-    assert begins(made["body"], "<tool_call>")
+    assert made["body"] == as_text(family("hermes").calls([TOOL], ToolChoice(parallel=parallel)))
     assert made["think"] == {"begin": "<think>", "end": "</think>", "budget": None}
 
 
@@ -191,6 +196,9 @@ def test_a_budget_alone_is_a_grammar() -> None:
         "think": {"begin": None, "end": "</think>", "budget": 7}, "start": "free", "triggers": [], "most": None,
     }  # fmt: skip
     assert form(PLAIN).prompt(HI, Turn(thinking_budget=7)).constraint is None
+    assert form(ALWAYS).prompt(HI, Turn(thinking_budget=7, prefill="Well")).constraint is None
+    made = document(form(ALWAYS), thinking_budget=7, prefill="Well", thinking=True)
+    assert made["think"] == {"begin": None, "end": "</think>", "budget": 7}
 
 
 def test_reasoning_is_switched_off() -> None:

@@ -164,6 +164,7 @@ def test_what_an_answer_is_held_to(form: TemplateFormat) -> None:
 
     names = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"]
     tokenizer = Bytes(names)
+    form = TemplateFormat(form.template, tokenizer, form.family)
 
     def accepts(turn: Turn, text: str) -> bool:
         constraint = form.prompt([{"role": "user", "content": "hi"}], turn).constraint
