@@ -88,6 +88,7 @@ class _Printer:
     def __init__(self, rules: Rules, special: Mapping[str, int]) -> None:
         self.special = special
         self.terminals: dict[str, str] = {}
+        self.printed: dict[int, str] = {}
         self.rules = rules
         self.first = "first"
         self.names = {rules.start: "start"}
@@ -131,7 +132,10 @@ class _Printer:
                 number = self.special.get(name)
                 return f"<[{number}]>" if number is not None else quoted(name)
             case Rx(regex):
-                return self._terminal(regex)
+                known = self.printed.get(id(regex))  # the rules keep it alive
+                if known is None:
+                    known = self.printed[id(regex)] = self._terminal(regex)
+                return known
             case Ref(name):
                 return self.names[name]
             case Seq(parts):
