@@ -73,9 +73,11 @@ class Children:
     def close(self) -> None:
         """End all children; a compile in one of them fails with HR-CONSTRAINT-08. Safe to call twice."""
         with self._lock:
-            children = [*self._idle, *self._busy]
+            idle, busy = [*self._idle], [*self._busy]
             self._idle.clear()
-        for child in children:
+        for child in busy:
+            child.stop()  # its own thread sees that, and clears up
+        for child in idle:
             child.kill()
 
     __del__ = close
@@ -96,8 +98,11 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         self._process.kill()
+
+    def kill(self) -> None:
+        self.stop()
         self._process.wait()
         self._in.close()
         self._out.close()

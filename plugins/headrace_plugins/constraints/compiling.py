@@ -35,6 +35,8 @@ KINDS = ("json_schema", "json_object", "regex", "ebnf", "gbnf", "lark", "choice"
 
 TRIAL_WEIGHT = 20_000
 """Grammars of more states are tried in a child process first; smaller ones take an engine well below a second."""
+MOST_WEIGHT = 20_000_000
+"""No engine is asked for more: it would take gigabytes."""
 CHILD_MEMORY_BYTES = 1 << 30
 """That a compile may take."""
 
@@ -163,7 +165,13 @@ class Compiler:
 
     def _program(self, name: str, rules: Rules, work: Work) -> Program:
         work.check()
-        return self._program_of(name, self._engine(name).print(rules), work, trial=weight(rules) > TRIAL_WEIGHT)
+        states = weight(rules)
+        if states > MOST_WEIGHT:
+            raise RequestError(
+                "HR-CONSTRAINT-04", f"the grammar has about {states:,} states, more than the limit of {MOST_WEIGHT:,}",
+                "lower the bounds of its repetitions, above all of those inside others",
+            )  # fmt: skip
+        return self._program_of(name, self._engine(name).print(rules), work, trial=states > TRIAL_WEIGHT)
 
     def _program_of(self, name: str, text: str, work: Work, trial: bool) -> Program:
         work.check()

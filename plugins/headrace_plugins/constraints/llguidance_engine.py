@@ -25,6 +25,8 @@ LEXER_STATES = 50_000
 """Of one grammar, at 1 to 2 kB each: 100 MB at most."""
 GRAMMAR_SIZE = 2_000_000
 
+_SPECIAL = re.compile(rb"\xff\[\d+\]")
+"""How forced bytes name a special token."""
 _LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big)", re.IGNORECASE)
 _BITS = (*(1 << i for i in range(31)), -(1 << 31))
 """The bits of an int32."""
@@ -61,6 +63,8 @@ class LLGuidance:
         """Compile a Lark grammar. See `Engine`."""
         from llguidance import LLMatcher
 
+        from headrace_plugins.constraints.lark import HEADER
+
         grammar = LLMatcher.grammar_from_lark(text)
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         # works out the first mask, so that every copy begins with its lexer states
@@ -72,7 +76,20 @@ class LLGuidance:
                 "HR-CONSTRAINT-07", "no text matches the grammar, or the vocabulary can't spell its beginning",
                 "look for rules without an end, and for character sets that exclude each other",
             )  # fmt: skip
-        return LLProgram(matcher, self.vocabulary, len(text))
+        program = LLProgram(matcher, self.vocabulary, len(text))
+        if "~" not in text or text.startswith(HEADER):
+            return program
+        return Guarded(program, self._named(text), self.vocabulary)
+
+    def _named(self, text: str) -> frozenset[int]:
+        """Special tokens that a Lark text may name; more than it does where it has ranges."""
+        special = self.vocabulary.special
+        if re.search(r"<\[[^\]]*[*^]", text):
+            return self.vocabulary.special_ids
+        named = {token for name, token in special.items() if name in text}
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", " ".join(re.findall(r"<\[([^\]]*)\]>", text))):
+            named |= self.vocabulary.special_ids & set(range(int(first), int(last or first) + 1))
+        return frozenset(named)
 
 
 class _Tokens:
@@ -108,9 +125,59 @@ class LLProgram(Program):
         return self._size
 
 
-FIXED_BYTES = 40_000
+class Guarded(Program):
+    """A program that lets no special tokens through but some. A complement (`~`) in a Lark grammar matches any bytes,
+    those too that stand for special tokens in llguidance; what `print_lark` writes never does."""
+
+    __slots__ = ("_program", "_refused", "_words")
+
+    def __init__(self, program: Program, named: frozenset[int], vocabulary: Vocabulary) -> None:
+        import numpy as np
+
+        self._program = program
+        self._refused = vocabulary.special_ids - named - vocabulary.eos_ids
+        bits = np.ones(32 * vocabulary.n_words, np.uint8)
+        bits[sorted(self._refused)] = 0
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def start(self) -> Walk:
+        return _GuardedWalk(self._program.start(), self._refused, self._words)
+
+    def size_bytes(self) -> int:
+        return self._program.size_bytes() + self._words.nbytes
+
+
+class _GuardedWalk(Walk):
+    __slots__ = ("_refused", "_walk", "_words")
+
+    def __init__(self, walk: Walk, refused: frozenset[int], words: NDArray[np.int32]) -> None:
+        self._walk, self._refused, self._words = walk, refused, words
+
+    def fill(self, bits: NDArray[np.int32]) -> None:
+        self._walk.fill(bits)
+        bits[: len(self._words)] &= self._words
+
+    def accept(self, token: int) -> bool:
+        return token not in self._refused and self._walk.accept(token)
+
+    def rollback(self, n: int) -> None:
+        self._walk.rollback(n)
+
+    def done(self) -> bool:
+        return self._walk.done()
+
+    def complete(self) -> bool:
+        return self._walk.complete()
+
+    def forced(self) -> Forced:
+        return self._walk.forced()
+
+
+FIXED_BYTES = 45_000
 BYTES_PER_CHARACTER = 100
-"""Memory of a compiled grammar by the length of its Lark text; see the measurement in docs/constraints.md."""
+"""Memory of a compiled grammar by the length of its Lark text. The resident memory per grammar, 150 unique ones with
+SmolLM2's vocabulary: 42 kB for a choice of two texts (estimated 45), 147 kB for an object of two members (226), 243 kB
+for one of twenty (594), 165 kB for a choice of 300 texts (993)."""
 
 
 class LLWalk(Walk):
@@ -131,7 +198,9 @@ class LLWalk(Walk):
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         matcher = self._matcher
-        if not self._free and (forced := matcher.compute_ff_bytes()) and matcher.compute_ff_tokens():
+        forced = b"" if self._free else matcher.compute_ff_bytes()
+        # without tokens llguidance's own mask is the right one, but not for text that can't be spelt
+        if forced and (matcher.compute_ff_tokens() or not self._spelt(forced)):
             self._fill_forced(bits, forced)
             return
         # bits.ctypes.data says the same at four times the cost
@@ -186,13 +255,24 @@ class LLWalk(Walk):
         return not self._failed and self._matcher.is_accepting()
 
     def forced(self) -> Forced:
-        # llguidance tokenises with `_Tokens` and leaves out what a longer allowed token might take; its mask at such a
-        # state allows the first of these tokens alone
+        # llguidance tokenises with `_Tokens` and leaves out what a longer allowed token might take
         matcher = self._matcher
-        if not self._free and matcher.compute_ff_bytes():
-            return matcher.compute_ff_tokens()
-        self._free = True
-        return ()
+        rest = b"" if self._free else matcher.compute_ff_bytes()
+        if not rest:
+            self._free = True
+            return ()
+        ids: list[int] = []
+        for token in matcher.compute_ff_tokens():
+            data = self._vocabulary.text[token] or b"\xff[%d]" % token
+            if not rest.startswith(data):
+                break  # from here on the vocabulary can't spell it
+            ids.append(token)
+            rest = rest[len(data) :]
+        return ids
+
+    def _spelt(self, forced: bytes) -> bool:
+        """Can the vocabulary spell this text?"""
+        return all(self._vocabulary.spell(text) for text in _SPECIAL.split(forced) if text)
 
     def _fail(self) -> None:
         """The matcher is in an error: nothing to go on with (then the mask is empty), or a limit."""

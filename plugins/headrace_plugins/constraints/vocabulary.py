@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+MOST_SPELT = 4096
+"""Texts whose tokens are kept."""
+
+
 class Vocabulary:
     """The tokens of one tokenizer. Read once, then constant; any thread."""
 
@@ -31,6 +35,8 @@ class Vocabulary:
             b"" if token in special else tokenizer.token_bytes(token) for token in range(self.n_tokens)
         )
         """The bytes of each token; none of special ones."""
+
+        self._spelt: dict[bytes, list[int]] = {}
 
     @cached_property
     def special(self) -> Mapping[str, int]:
@@ -81,6 +87,15 @@ class Vocabulary:
 
         Where it changes the text, or the bytes are no text, the longest token is taken each time. Empty where the
         vocabulary can't spell them."""
+        ids = self._spelt.get(data)
+        if ids is None:
+            ids = self._spell(data)
+            if len(self._spelt) >= MOST_SPELT:
+                self._spelt.clear()
+            self._spelt[data] = ids
+        return list(ids)
+
+    def _spell(self, data: bytes) -> list[int]:
         try:
             text = data.decode()
         except UnicodeDecodeError:

@@ -182,6 +182,21 @@ def test_special_tokens_are_no_text(name: str) -> None:
             assert matcher.accept(next(iter(allowed(matcher, tokenizer) - tokenizer.eos_ids)))
 
 
+def test_complements_of_lark_let_no_special_tokens_through() -> None:
+    pytest.importorskip("llguidance", reason="the engine llguidance is not installed")
+    tokenizer = ToyTokenizer()
+    engine = auto(None, tokenizer)
+    for text, special in (
+        ("start: A\nA: ~/abc/", set()),
+        ("start: A | b\nb: <|im_start|> A\nA: ~/abc/", {258}),
+        ("start: A | b\nb: <[257-258]> A\nA: ~/abc/", {257, 258}),
+        ("start: A | b\nb: <[*]> A\nA: ~/abc/", {257, 258}),
+    ):
+        matcher = engine.compile(Grammar("lark", text)).start()
+        assert allowed(matcher, tokenizer) & {257, 258} == special, text
+        assert {token for token in (257, 258) if matcher.accept(token) and matcher.rollback(1) is None} == special
+
+
 @pytest.mark.parametrize("name", SERVES)
 def test_complements_are_as_the_table_says(name: str) -> None:
     """A language whose automaton has too many states for one that needs one."""
