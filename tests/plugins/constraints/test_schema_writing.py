@@ -136,6 +136,11 @@ CONTAINS = {"type": "array", "contains": {"type": "string"}}
         (CONTAINS, ['["a"]', '[1, "a", 2]', '["a", "b"]'], ["[]", "[1]", "[1, 2]"]),
         ({**CONTAINS, "minContains": 2}, ['["a", "b"]', '["a", 1, "b", 2]'], ['["a"]', '[1, "a", 1]']),
         ({**CONTAINS, "maxContains": 1}, ['["a"]', '[1, "a"]'], ['["a", "b"]', "[]", '["a", 1, "b"]']),
+        (
+            {"type": "array", "items": {"type": ["integer", "null"]}, "contains": {"enum": [1, "a"]}},
+            ["[1]", "[null, 1, 2]"],
+            ["[null]", '["a"]', '[1, "a"]'],
+        ),
         ({**CONTAINS, "minContains": 0, "maxContains": 1}, ["[]", "[1, 2]", '["a"]'], ['["a", "b"]']),
         (
             {**CONTAINS, "minItems": 2, "maxItems": 3},
@@ -211,6 +216,11 @@ def test_arrays(schema, good, bad):
             ["{}", '{"a": 1}', '{"a": 1, "b": 1, "c": 1}'],
         ),
         (
+            {"patternProperties": {"^a": {"const": 1}, "^b": {"const": 1}}, "additionalProperties": False},
+            ['{"a": 1, "b": 1}', '{"bb": 1}'],
+            ['{"a": 2}', '{"b": 2}', '{"c": 1}'],
+        ),
+        (
             {"not": {"propertyNames": {"pattern": "^a"}}},
             ['{"b": 1}', '{"a": 1, "b": 1}', '{"b": 1, "b": 2}'],
             ["{}", '{"a": 1}'],
@@ -259,7 +269,17 @@ def test_more_nodes_than_the_limit():
         write_rules(table, limits=SchemaLimits(nodes=5))
 
 
+EMPTY_OBJECTS = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 2,
+    "anyOf": [
+        {"prefixItems": [{"type": "object", "maxProperties": 1}, {"const": 1}]},
+        {"prefixItems": [{"const": {}}, {"const": 2}]},
+    ],
+}
 ENGINE_CASES = [
+    (EMPTY_OBJECTS, ["[{}, 1]", "[{}, 2]", '[{"a": 0}, 1]'], ['[{"a": 0}, 2]']),
     (MEMBERS, ["{}", '{"b": 1, "a": true, "z": [1.5e3, {}]}'], ['{"a": 1}', '{"b": 1, "\\u0062": 2}']),
     ({"type": "integer", "multipleOf": 7, "minimum": 100}, ["105", "700.0"], ["7", "106", "-105"]),
     (
