@@ -103,7 +103,9 @@ class _Counting:
         if self._others and self._shape.least > needed + 1:
             why = f"{self._shape.least} members of any name may be one that is written {self._shape.least} times"
             raise self._writer.refused(self._node, "minProperties", why)
-        if (len(self._named) + 1) * (self._enough + 1) * (self._all + 1) > MAX_STATES:
+        # Members of other names are counted by repetition, unless they have something to fulfil.
+        counts = self._enough if self._all else min(self._enough, len(self._named))
+        if (len(self._named) + 1) * (counts + 1) * (self._all + 1) > MAX_STATES:
             raise self._writer.refused(self._node, "minProperties or maxProperties", "there are too many to count")
 
     def write(self) -> Expr:
