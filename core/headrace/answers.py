@@ -142,6 +142,7 @@ def job_for(
 
     A constraint of the params that has no trigger of its own is the answer's schema. Raises RequestError: what the
     format or admission refuses, HR-CONSTRAINT-11 for two constraints that exclude each other."""
+    check_thinking(turn.thinking, turn.thinking_budget)
     resolved = llm.resolve(params)
     own = resolved.constraint
     if own is not None and turn.schema is not None:
@@ -161,6 +162,18 @@ def job_for(
     )
     shown = frozenset(token for mark in prompt.shown if (token := single[mark]) is not None)
     return llm.request(prompt.ids, asked, prompt.text, shown_ids=shown), prompt
+
+
+def check_thinking(thinking: Any, budget: Any) -> None:
+    """Raises RequestError HR-REQUEST-01."""
+    if thinking is not None and not isinstance(thinking, bool):
+        raise RequestError("HR-REQUEST-01", f"thinking = {thinking!r:.60} is not allowed", "True, False or None")
+    at_least("thinking_budget", budget, 0)
+
+
+def at_least(name: str, value: Any, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise RequestError("HR-REQUEST-01", f"{name} = {value!r:.60} is not allowed", f"{name} must be >= {least}")
 
 
 def _conflict(what: str, help: str) -> RequestError:

@@ -13,14 +13,14 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from headrace.answers import ChatChunk, Reading, Reply, job_for
+from headrace.answers import ChatChunk, Reading, Reply, at_least, check_thinking, job_for
 from headrace.calls import Caller, ToolResult, text_of
 from headrace.dialogue import ChatFormat, Message, ToolChoice, Turn
 from headrace.errors import AnswerError, ConfigError, RequestError
 from headrace.llm import LLM, Params
 from headrace.schemas import Expected, expected
 from headrace.textfile import expanded, is_template, read_text
-from headrace.tools import Tool, choice_of, toolbox
+from headrace.tools import Tool, choice_of, is_seconds, toolbox
 from headrace.types import FinishReason, Grammar, Usage
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ class Chat:
         arguments: Mapping[str, Any] | None = None,
         **llm_options: Any,
     ) -> None:
-        _at_least("max_turns", max_turns, 1)
-        _at_least("max_tool_rounds", max_tool_rounds, 1)
-        _at_least("thinking_budget", thinking_budget, 0)
-        if tool_timeout_s is not None and not tool_timeout_s > 0:
+        at_least("max_turns", max_turns, 1)
+        at_least("max_tool_rounds", max_tool_rounds, 1)
+        check_thinking(thinking, thinking_budget)
+        if tool_timeout_s is not None and not is_seconds(tool_timeout_s):
             raise RequestError("HR-REQUEST-01", f"tool_timeout_s = {tool_timeout_s!r} is not allowed", "give > 0")
         self.tools: Mapping[str, Tool] = toolbox(tools)
         self.tool_choice, self.parallel = tool_choice, parallel
@@ -606,11 +606,6 @@ def sayable(messages: Iterable[Message]) -> list[Message]:
         ]
         found.append({**told, "tool_calls": calls} if calls else {**told, "content": told.get("content") or ""})
     return found
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise RequestError("HR-REQUEST-01", f"{name} = {value!r} is not allowed", f"{name} must be >= {least}")
 
 
 def check_messages(messages: Any, *, empty_ok: bool = False) -> list[Message]:

@@ -206,11 +206,14 @@ _ORDER = ("type", "properties", "required", "additionalProperties", "$defs")
 def _named(made: Tool) -> Tool:
     if not isinstance(made.name, str) or not _NAME.fullmatch(made.name):
         raise RequestError("HR-TOOL-02", f"{made.name!r:.80} can't be the name of a tool", _NAME_HELP)
-    timeout = made.timeout_s
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
-        message = f"timeout_s = {timeout!r} of the tool {made.name!r} can't be"
+    if made.timeout_s is not None and not is_seconds(made.timeout_s):
+        message = f"timeout_s = {made.timeout_s!r} of the tool {made.name!r} can't be"
         raise RequestError("HR-TOOL-02", message, "give seconds above 0")
     return made
+
+
+def is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _plain(function: Any) -> Any:

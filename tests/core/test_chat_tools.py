@@ -549,9 +549,9 @@ def test_what_a_turn_says(talk: Talk) -> None:
     assert first.prefill == "y"
     assert first.schema == Grammar.json_schema({"type": "string"})
     assert second.schema == Grammar.json_schema({"type": "integer"})
-    for name in ("thinking_budget", "tool_timeout_s"):
-        with pytest.raises(RequestError, match=name):
-            talk(**{name: -1})
+    for name, bad in (("thinking_budget", -1), ("tool_timeout_s", 0), ("tool_timeout_s", "1"), ("thinking", "yes")):
+        with pytest.raises(RequestError, match=f"HR-REQUEST-01: {name} = "):
+            talk(**{name: bad})
 
 
 def test_parsed(talk: Talk) -> None:

@@ -113,6 +113,7 @@ def test_batches(headrace: Any) -> None:
         (("--choice", "["), EXIT_USAGE, "is no JSON list"),
         (("--choice", "[1]"), EXIT_USAGE, "is no list of texts"),
         (("--raw", "--thinking"), EXIT_USAGE, "need a chat template"),
+        (("--thinking-budget", "-1"), EXIT_REQUEST, "thinking_budget = -1 is not allowed"),
         (("--dialect", "nonsense"), EXIT_CONFIG, "nonsense"),
     ],
 )  # fmt: skip
