@@ -49,14 +49,13 @@ def arguments_of(tool: str, schema: Mapping[str, Any]) -> list[Argument]:
     Where the schema names arguments and allows others too, the others are left out: a call without them is valid.
     Raises RequestError HR-CONSTRAINT-03 for what can't be said of arguments one by one.
     """
-    root = schema
+    root, place = schema, ""
     for _ in range(_DEEPEST):
-        target = (
-            _resolved(root.get("$ref"), schema) if set(root) <= {"$ref", "$defs", "definitions", "$schema"} else None
-        )
-        if not isinstance(target, Mapping):
+        if "$ref" not in root or not set(root) <= _PLAIN_REFERENCE:
             break
-        root = target
+        root, place = _resolved(root["$ref"], schema), str(root["$ref"]).removeprefix("#")
+        if not isinstance(root, Mapping):
+            root = {}
     for keyword in root:
         if keyword in _BEYOND:
             message = (
@@ -69,11 +68,11 @@ def arguments_of(tool: str, schema: Mapping[str, Any]) -> list[Argument]:
     properties: Mapping[str, Any] = root.get("properties") or {}
     required = [str(name) for name in root.get("required") or ()]
     found = [
-        Argument(name, _standing_alone(each, root, f"/properties/{_escaped(name)}"), name in required)
+        Argument(name, _standing_alone(each, schema, f"{place}/properties/{_escaped(name)}"), name in required)
         for name, each in properties.items()
         if each is not False
     ]
-    others = _standing_alone(root.get("additionalProperties", True), root, "/additionalProperties")
+    others = _standing_alone(root.get("additionalProperties", True), schema, f"{place}/additionalProperties")
     return found + [Argument(name, others, True) for name in required if name not in properties]
 
 

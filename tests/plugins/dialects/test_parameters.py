@@ -1,0 +1,89 @@
+"""Arguments that are written one by one: which a schema has, and what can't be said so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from call_texts import WRITERS, family, tool
+
+from headrace.errors import RequestError
+from headrace_plugins.dialects.parameters import TYPES, Argument, arguments_of, others_of, types_of
+
+
+def test_arguments_are_in_the_order_of_the_schema() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"b": {"type": "string"}, "a": True, "never": False},
+        "required": ["a", "z"],
+        "unknown keyword": 1,
+    }
+    assert arguments_of("f", schema) == [
+        Argument("b", {"type": "string"}, False),
+        Argument("a", {}, True),
+        Argument("z", {}, True),
+    ]
+
+
+def test_references_are_followed() -> None:
+    inner = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "required": ["x"]}
+    schema = {"$ref": "#/$defs/inner", "$defs": {"inner": inner, "n": {"type": "integer"}}}
+    (argument,) = arguments_of("f", schema)
+    assert (argument.name, argument.required) == ("x", True)
+    assert types_of(argument.schema) == {"number"}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("anyOf", [{"required": ["a"]}, {"required": ["b"]}]),
+        ("not", {"required": ["a"]}),
+        ("dependentRequired", {"a": ["b"]}),
+        ("minProperties", 1),
+        ("patternProperties", {"^a": {}}),
+    ],
+)
+def test_more_than_a_list_of_arguments_is_refused(keyword: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"HR-CONSTRAINT-03: .*'f'.*#/{keyword}"):
+        arguments_of("f", {"type": "object", "properties": {"a": {}}, keyword: value})
+    with pytest.raises(RequestError, match="HR-CONSTRAINT-03"):
+        arguments_of("f", {"type": "array"})
+
+
+def test_tools_may_take_arguments_of_any_name() -> None:
+    assert others_of({"type": "object"}) == {}
+    assert others_of({"type": "object", "additionalProperties": {"type": "integer"}}) == {"type": "integer"}
+    assert others_of({"type": "object", "properties": {}}) is None
+    assert others_of({"type": "object", "properties": {"a": {}}}) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({}, TYPES),
+        (False, set()),
+        ({"type": ["integer", "null"]}, {"number", "null"}),
+        ({"enum": ["a", 1, None, True, [], {}]}, TYPES),
+        ({"const": "a"}, {"string"}),
+        ({"anyOf": [{"type": "string"}, {"const": None}]}, {"string", "null"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"type": ["string", "array"]}]}, {"string"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, TYPES),
+        ({"$ref": "http://elsewhere"}, TYPES),
+        ({"type": "no type"}, TYPES),
+    ],
+)
+def test_types(schema: Any, types: set[str]) -> None:
+    assert types_of(schema) == types
+
+
+@pytest.mark.parametrize("name", ["qwen-xml", "glm", "minimax"])
+def test_references_to_anywhere_hold_in_the_grammar(name: str) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance (pip install 'headrace[constraints]')")
+    from call_grammars import ToolGrammar
+
+    given = tool("f", ["a"], a={"type": "integer"}, b={"$ref": "#/properties/a"}, c={"$ref": "#/$defs/c"})
+    given["function"]["parameters"]["$defs"] = {"c": {"enum": ["x", "y"]}}
+    grammar = ToolGrammar(family(name), [given])
+    assert grammar.accepts(WRITERS[name]([("f", {"a": 1, "b": 2, "c": "x"})]))
+    for wrong in ({"a": 1, "b": "two"}, {"a": 1, "c": "z"}, {"b": 1}):
+        assert not grammar.accepts(WRITERS[name]([("f", wrong)])), wrong
