@@ -207,11 +207,15 @@ class _Survey:
         checked: list[int] = []
         while rows:  # the largest first: what is right in a row is right in a part of it
             row = rows.pop()
-            if all(row & ~larger for larger in checked):
+            if self._may_lose(row) and all(row & ~larger for larger in checked):
                 checked.append(row)
                 rows += self._check(row, terms, starts, lost)
         found = ((self.terminals[number], texts) for number, texts in lost.items())
         return {regex: texts for regex, texts in found if regex is not None and not isinstance(regex, Chars)}
+
+    def _may_lose(self, row: int) -> bool:
+        """Whether not all terminals of a row and behind it are sure."""
+        return bool(_union(1 << number | self._next.get(number, 0) for number in _members(row)) & self._unsure)
 
     def _read(self) -> None:
         rules = self.rules.rules

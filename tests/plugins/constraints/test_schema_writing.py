@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from schema_gen import random_schema, random_value
 
 from headrace.errors import HeadraceError, RequestError
+from headrace_plugins.constraints.lexemes import _Survey
 from headrace_plugins.constraints.schema.limits import SchemaLimits
 from headrace_plugins.constraints.schema.reading import read_schema
 from headrace_plugins.constraints.schema.writing import write_rules
+from headrace_plugins.constraints.trimming import trimmed
 
 FEW = SchemaLimits(steps=5_000)
 STYLES: tuple[dict[str, Any], ...] = (
@@ -284,6 +286,14 @@ EMPTY_OBJECTS = {
         {"prefixItems": [{"const": {}}, {"const": 2}]},
     ],
 }
+
+
+def test_printers_need_not_look_at_terminals_of_schemas():
+    survey = _Survey(trimmed(write_rules(read_schema({**MEMBERS, "minProperties": 1}))))
+    assert survey.conflicts() == {}
+    assert survey._work == 0
+
+
 ENGINE_CASES = [
     (EMPTY_OBJECTS, ["[{}, 1]", "[{}, 2]", '[{"a": 0}, 1]'], ['[{"a": 0}, 2]']),
     (MEMBERS, ["{}", '{"b": 1, "a": true, "z": [1.5e3, {}]}'], ['{"a": 1}', '{"b": 1, "\\u0062": 2}']),
