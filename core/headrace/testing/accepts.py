@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from headrace.catalog import Catalog
 
 END = 256
+NOTHING_MATCHES = "HR-CONSTRAINT-07"
+"""Code of a grammar without texts: no model can be held to it."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -49,7 +51,8 @@ def constraint_accepts(
 
     engine: name of a constraint engine of a plugin. draft: of a JSON schema without `$schema`, such as "7" or
     "draft2020-12"; None: 2020-12. documents: other schemas by URI, for `$ref`; the network is never asked.
-    Raises HeadraceError when the grammar is refused, or the engine is missing or has no such options.
+    A grammar that no text matches accepts none. Raises HeadraceError when the grammar is refused for another reason, or
+    the engine is missing or has no such options.
     """
     options = {"draft": draft, "documents": dict(documents) if documents else None}
     given = {name: value for name, value in options.items() if value is not None}
@@ -60,6 +63,10 @@ def constraint_accepts(
             if matcher.done() or not matcher.accept(byte):
                 return False
         return (matcher.done() or matcher.accept(END)) and matcher.verdict() is None
+    except RequestError as error:
+        if error.code == NOTHING_MATCHES:
+            return False
+        raise
     finally:
         made.close()
 

@@ -104,6 +104,11 @@ def test_engines_of_other_plugins() -> None:
             constraint_accepts("charset", "ab{2,3}", b"a", engine="toy", draft="7", catalog=catalog)
 
 
+def test_a_grammar_without_texts_accepts_none() -> None:
+    assert not constraint_accepts("json_schema", "false", b"1")
+    assert not constraint_accepts("gbnf", 'root ::= "a" root', b"a")
+
+
 def test_bytes_are_tokens() -> None:
     tokenizer = ByteTokenizer()
     assert [tokenizer.token_bytes(token) for token in tokenizer.encode("é")] == [b"\xc3", b"\xa9"]
