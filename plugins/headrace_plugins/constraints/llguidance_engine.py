@@ -69,7 +69,7 @@ class LLGuidance:
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         # works out the first mask, so that every copy begins with its lexer states
         allowed = b"" if matcher.is_error() else matcher.compute_bitmask()
-        if matcher.is_error() and matcher.stop_reason() not in _DEAD_ENDS:
+        if matcher.is_error() and not _dead_end(matcher):
             raise _refused(matcher)
         if not any(allowed):
             raise RequestError(
@@ -277,8 +277,13 @@ class LLWalk(Walk):
     def _fail(self) -> None:
         """The matcher is in an error: nothing to go on with (then the mask is empty), or a limit."""
         self._failed = True
-        if self._matcher.stop_reason() not in _DEAD_ENDS:
+        if not _dead_end(self._matcher):
             raise _refused(self._matcher)
+
+
+def _dead_end(matcher: LLMatcher) -> bool:
+    """Is the error that nothing can follow? The reason to stop does not always say it, the text does."""
+    return matcher.stop_reason() in _DEAD_ENDS or matcher.get_error().partition("\n")[0] in _DEAD_ENDS
 
 
 def _refused(matcher: LLMatcher) -> RequestError:

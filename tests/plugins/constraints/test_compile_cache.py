@@ -85,14 +85,17 @@ def test_many_ask_and_one_compiles() -> None:
 def test_a_waiter_gives_up_alone_and_the_last_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.001)
     cache: CompileCache[str] = CompileCache(100)
-    begun, over, waiting = threading.Event(), threading.Event(), threading.Event()
+    begun, over, waiting, went_on = (threading.Event() for _ in range(4))
     gone = {"first": False, "second": False}
 
     def slow(cancelled: Cancelled) -> Compiled:
         begun.set()
         while not over.wait(0.001):
+            alone = gone["second"]
             if cancelled():
                 raise cancelled_error()
+            if alone:
+                went_on.set()
         return Sized(10)
 
     def second() -> bool:
@@ -108,7 +111,7 @@ def test_a_waiter_gives_up_alone_and_the_last_one_ends_it(monkeypatch: pytest.Mo
         with pytest.raises(RequestError) as refused:
             second_one.result(30)
         assert refused.value.code == "HR-CONSTRAINT-06"
-        assert not first_one.done()
+        assert went_on.wait(30), "one of two still waits for it"
         gone["first"] = True
         with pytest.raises(RequestError):
             first_one.result(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import pytest
 
 from headrace.testing.toy import ToyTokenizer
@@ -29,10 +30,17 @@ class Lower(ToyTokenizer):
 
 
 class NoBytes(ToyTokenizer):
-    """Lacks the token of byte 0xC3."""
+    """Lacks the tokens of bytes 0xC3 and 0xE7."""
 
     def token_bytes(self, token: int) -> bytes:
-        return b"?" if token == 0xC3 else super().token_bytes(token)
+        return b"?" if token in (0xC3, 0xE7) else super().token_bytes(token)
+
+
+class Contextual(ToyTokenizer):
+    """Spells text that begins with "x" byte by byte."""
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        return list(text.encode()) if text.startswith("x") else super().encode(text, add_bos=add_bos)
 
 
 def ids(text: str) -> list[int]:
@@ -124,15 +132,27 @@ def test_the_queue_is_restored_by_rollback(name: str) -> None:
     assert matcher.forced()
 
 
-def test_rollback_leaves_a_dead_end() -> None:
-    """llguidance never leaves an error state; its walk does."""
-    pytest.importorskip("llguidance", reason="the engine llguidance is not installed")
-    import numpy as np
+@pytest.mark.parametrize("name", SERVES)
+def test_the_queue_is_kept_to(name: str) -> None:
+    """Spelt anew behind its first token, the text would have other tokens."""
+    pytest.importorskip(SERVES[name].package, reason=f"the engine {name} is not installed")
+    matcher = Constraints(None, Contextual(), (name,)).compile(Grammar("regex", "x the end[ab]!")).start()
+    queue = list(matcher.forced())
+    assert queue == list(b"x the end")[: len(queue)]
+    assert len(queue) > 5
+    for n, token in enumerate(queue):
+        assert list(matcher.forced()) == queue[n:]
+        assert matcher.accept(token)
 
-    vocabulary = Vocabulary(NoBytes())
+
+@pytest.mark.parametrize("ending", ["\u00ea\u00eb", "\u00ea\u7530"])
+def test_rollback_leaves_a_dead_end(ending: str) -> None:
+    """Of the first two characters the first byte is forced. llguidance never leaves an error state; its walk does."""
+    pytest.importorskip("llguidance", reason="the engine llguidance is not installed")
     from headrace_plugins.constraints.llguidance_engine import LLGuidance
 
-    walk = LLGuidance(vocabulary).compile_text('start: "a" ("b" | "x" /[\u00ea\u00eb]/)').start()
+    vocabulary = Vocabulary(NoBytes())
+    walk = LLGuidance(vocabulary).compile_text(f'start: "a" ("b" | "x" /[{ending}]/)').start()
     bits = np.zeros(vocabulary.n_words + 1, np.int32)
     assert walk.accept(ord("a"))
     walk.fill(bits)
