@@ -187,12 +187,16 @@ class _Survey:
     _next: dict[int, int] = field(default_factory=dict)
     _lead: dict[int, int] = field(default_factory=dict)
     _leads_of: dict[int, int] = field(default_factory=dict)
+    _leads_behind: dict[int, int] = field(default_factory=dict)
     _work: int = 0
     _unsure: int = 0
+    _suspects: int = 0
+    """Terminals that are not sure, or have one behind them that is not."""
 
     def conflicts(self) -> Lost:
         """The terminals that would go on where a text may be lost."""
         self._read()
+        self._suspects = self._unsure | _union(1 << n for n, behind in self._next.items() if behind & self._unsure)
         lost: dict[int, dict[str, None]] = {}
         for number, behind in self._next.items():
             if not (1 << number | behind) & self._unsure:
@@ -212,6 +216,10 @@ class _Survey:
                 rows += self._check(row, terms, starts, lost)
         found = ((self.terminals[number], texts) for number, texts in lost.items())
         return {regex: texts for regex, texts in found if regex is not None and not isinstance(regex, Chars)}
+
+    def _doubtful(self, states: tuple[tuple[int, int], ...]) -> bool:
+        """Whether one of the terminals, or one that may come behind it, is not sure."""
+        return any(self._suspects >> number & 1 for number, _ in states)
 
     def _may_lose(self, row: int) -> bool:
         """Whether not all terminals of a row and behind it are sure."""
@@ -368,7 +376,7 @@ class _Survey:
                     texts = lost.setdefault(number, {})
                     if len(texts) < MAX_SAMPLES:
                         texts[seen[states]] = None
-                if len(targets) > 1 and targets not in seen and len(seen) < MAX_STATES:
+                if len(targets) > 1 and targets not in seen and len(seen) < MAX_STATES and self._doubtful(targets):
                     seen[targets] = seen[states] + chr(low)
                     waiting.append(targets)
         return new
@@ -376,9 +384,15 @@ class _Survey:
     def _going_on(self, complete: int, lead: int, targets: tuple[tuple[int, int], ...]) -> Iterable[int]:
         """The terminals that go on where another one is complete and something else may come behind it."""
         for number in _members(complete):
-            others = [each for each, _ in targets if each != number]
-            if others and self._leads(self._next.get(number, 0)) & lead:
-                yield from others
+            if self._behind(number) & lead:
+                yield from (each for each, _ in targets if each != number)
+
+    def _behind(self, number: int) -> int:
+        """First bytes of what may come behind a terminal, as bits."""
+        found = self._leads_behind.get(number)
+        if found is None:
+            found = self._leads_behind[number] = self._leads(self._next.get(number, 0))
+        return found
 
 
 def _union(masks: Iterable[int]) -> int:
