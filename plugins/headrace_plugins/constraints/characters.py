@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ WORD = chars([(48, 57), (65, 90), (95, 95), (97, 122)])
 DIGIT = chars([(48, 57)])
 LINE_ENDS = chars([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
 _SPACES = ((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029))
+ASCII_SPACE = chars([(0x09, 0x0D), (0x20, 0x20)])
 ECMA_SPACE = chars([*_SPACES, (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)])
 """WhiteSpace and LineTerminator of ECMA-262 (12.2, 12.3)."""
 
@@ -75,12 +76,9 @@ def common(a: Chars, b: Chars) -> Chars:
 
 
 def class_of(letter: str, dialect: Dialect) -> Chars:
-    r"""The set of \d, \w, \s and, in upper case, of what they leave out."""
-    kind = letter.lower()
-    if dialect == "ecma":
-        found = {"d": DIGIT, "w": WORD, "s": ECMA_SPACE}[kind]
-    else:
-        found = _where({"d": str.isdecimal, "w": _is_word, "s": str.isspace}[kind])
+    r"""The set of \d, \w, \s and, in upper case, of what they leave out. In the Python dialect they are those of
+    re.ASCII: who asks for \d to be written wants 0 to 9."""
+    found = {"d": DIGIT, "w": WORD, "s": ECMA_SPACE if dialect == "ecma" else ASCII_SPACE}[letter.lower()]
     return inverted(found) if letter.isupper() else found
 
 
@@ -129,15 +127,6 @@ def _category(name: str) -> Chars | None:
     if short in _MAJOR:
         return joined(each for category, each in _by_category().items() if category[0] == short)
     return _by_category().get(short, chars(())) if short in _CATEGORIES else None
-
-
-def _is_word(char: str) -> bool:
-    return char.isalnum() or char == "_"
-
-
-@cache
-def _where(holds: Callable[[str], bool]) -> Chars:
-    return chars(_runs(holds(chr(point)) for point in range(sys.maxunicode + 1)))
 
 
 def _runs(flags: Iterable[bool]) -> Ranges:

@@ -42,7 +42,7 @@ def test_as_python_finds_it(pattern: str, texts: list[str]) -> None:
         if error.code == "HR-CONSTRAINT-03" and "repetition" in error.message:
             return
         raise
-    compiled = re.compile(pattern)
+    compiled = re.compile(pattern, re.ASCII)
     for text in texts:
         if not text and r"\B" in pattern:
             continue  # before 3.14, Python's re finds no \B in the empty text
@@ -162,3 +162,11 @@ def test_limits_are_the_callers() -> None:
         with pytest.raises(RequestError) as caught:
             parse_pattern(text, search=True, limits=limits)
         assert caught.value.code == "HR-CONSTRAINT-04"
+
+
+def test_classes_of_the_python_dialect_are_ascii() -> None:
+    """Who asks a model for digits wants 0 to 9, not those of every script."""
+    for pattern, yes, no in ((r"\d", "7", "\u0667"), (r"\w", "a", "\u00e9"), (r"\s", "\t", "\u00a0")):
+        regex = parse_pattern(pattern, search=False, dialect="python")
+        assert matches(regex, yes)
+        assert not matches(regex, no)
