@@ -54,6 +54,7 @@ class Constraints(ConstraintEngine):
         with self._lock:
             if self._ready is None:
                 vocabulary = Vocabulary(self._tokenizer)
+                vocabulary.prepare()
                 self._ready = Compiler(self._options, vocabulary, self._engines), Spelling(vocabulary)
             return self._ready
 

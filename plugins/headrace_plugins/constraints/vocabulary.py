@@ -38,6 +38,11 @@ class Vocabulary:
 
         self._spelt: dict[bytes, list[int]] = {}
 
+    def prepare(self) -> None:
+        """Work out all that is kept, which takes a while: later calls are on threads that don't wait."""
+        for name in ("special", "byte_tokens", "longest", "eos_words", "_sorted", "_by_bytes"):
+            getattr(self, name)
+
     @cached_property
     def special(self) -> Mapping[str, int]:
         """Name -> id of special tokens; the lowest where two have one name."""

@@ -63,9 +63,7 @@ class XGrammar:
             ) from None
         program = XProgram(compiled, GrammarMatcher, self.vocabulary)
         bits = np.zeros(self.vocabulary.n_words, np.int32)
-        first = program.start()
-        first.fill(bits)
-        first.forced()  # the first time takes 20 ms, which no step should wait for
+        program.start().fill(bits)
         if not bits.any():
             raise RequestError(
                 "HR-CONSTRAINT-07", "no text matches the grammar, or the vocabulary can't spell its beginning",

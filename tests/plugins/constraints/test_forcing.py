@@ -56,6 +56,15 @@ def test_text_is_spelt_as_the_tokenizer_does() -> None:
     assert Vocabulary(NoBytes()).spell("é".encode()) == [260]
 
 
+def test_a_prepared_vocabulary_works_nothing_out_later() -> None:
+    from functools import cached_property
+
+    vocabulary = Vocabulary(ToyTokenizer())
+    vocabulary.prepare()
+    kept = {name for name, value in vars(Vocabulary).items() if isinstance(value, cached_property)}
+    assert kept <= set(vars(vocabulary))
+
+
 def test_vocabulary_by_bytes() -> None:
     vocabulary = Vocabulary(ToyTokenizer(272))
     text = vocabulary.text
