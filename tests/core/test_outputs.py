@@ -28,7 +28,7 @@ class Pieces(Tokenizer):
         return self.pieces[token]
 
     def is_special(self, token: int) -> bool:
-        return self.pieces[token] == SPECIAL
+        return self.pieces[token] is SPECIAL  # the object: any bytes may be drawn as text
 
 
 def run(pieces: list[bytes], stop: tuple[str, ...] = (), skip_special: bool = True) -> TextStream:
