@@ -52,6 +52,8 @@ def _schema(random: Random, depth: int, draft: str) -> Any:
     makers = (_scalar_keyword, _array_keyword, _object_keyword, _object_keyword, _combining_keyword, _combining_keyword)
     for _ in range(random.choice([1, 2, 2, 3, 4])):
         schema |= random.choice(makers)(random, depth - 1, draft)
+    if isinstance(schema.get("items"), bool):  # nothing follows such items, and jsonschema fails on the pair
+        schema.pop("additionalItems", None)
     return schema
 
 
