@@ -453,7 +453,8 @@ class _Rounds:
                 reason = "tool_calls" if len(own) < len(calls) else None
             if own:
                 yield from _shown(last, None)
-                found = yield _Wait(partial(chat._caller.run, own), partial(chat._caller.arun, own))
+                called = _Wait(partial(chat._caller.run, own), partial(chat._caller.arun, own))
+                found = None if self._cancelled else (yield called)
                 if found is None or self._cancelled:
                     found, reason = [], "abort"
                 results += found

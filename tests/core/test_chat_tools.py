@@ -697,6 +697,24 @@ def test_a_cancelled_answer_does_not_stop_the_next_one(talk: Talk) -> None:
     assert chat.ask("?", LONG).text == "second"
 
 
+def test_calls_of_a_cancelled_answer_are_not_run(talk: Talk) -> None:
+    """Not even where the model had said all of them before."""
+    ran: list[int] = []
+
+    def note(number: int) -> None:
+        ran.append(number)
+
+    chat, _ = talk(call("note", number=1), "hello", tools=[note])
+    answer = chat.stream("?", LONG)
+    for chunk in answer:
+        if chunk.calls:
+            answer.cancel()
+    assert answer.result().finish_reason == "abort"
+    assert ran == []
+    assert chat.history == []
+    assert chat.ask("again", LONG).text == "hello"
+
+
 # --- the surroundings of tools ---------------------------------------------------------------------------------------
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody")
