@@ -256,7 +256,7 @@ class Engine:
             self._failed(error, rows)
             return
         collected = clock()
-        drafted, accepted = self._commit(result, plan, rows)
+        drafted, accepted = self._commit(result, plan, rows, constrained)
         self._interrupted = False
         if self._suspects:
             self._suspects.pop()
@@ -319,7 +319,7 @@ class Engine:
 
     # --- commit ----------------------------------------------------------------------------------------------------
 
-    def _commit(self, result: StepResult, plan: StepPlan, rows: Rows) -> tuple[int, int]:
+    def _commit(self, result: StepResult, plan: StepPlan, rows: Rows, constrained: list[int]) -> tuple[int, int]:
         """Append what was sampled, move `computed`, end what is complete. Returns drafts (verified, accepted)."""
         if result.logprobs is not None:
             take_logprobs(result.logprobs, rows.seqs)
@@ -330,7 +330,7 @@ class Engine:
             status = {**take_prompt_logits(*result.arrays["prompt_logits"], plan, rows.seqs), **status}
         tokens, starts = result.tokens.tolist(), result.starts.tolist()
         lengths, drafts = _processed(result, rows)
-        failures = self._failures(status, rows)
+        failures = self._failures(status, rows, constrained)
         commit, ops, touched = self.kv.commit, self._ops, self._touched
         drafted = accepted = 0
         for r, seq in enumerate(rows.seqs):
@@ -365,7 +365,7 @@ class Engine:
         self.n_accepted += accepted
         return drafted, accepted
 
-    def _failures(self, status: Mapping[int, str], rows: Rows) -> dict[int, Exception]:
+    def _failures(self, status: Mapping[int, str], rows: Rows, constrained: list[int]) -> dict[int, Exception]:
         """Rows that end with an error: what the executor reports of them, or their matcher's exception."""
         failures: dict[int, Exception] = {}
         for r, why in status.items():
@@ -374,9 +374,9 @@ class Engine:
                 failures[r] = nothing_allowed(seq)
             else:
                 failures[r] = RequestError("HR-STEP-02", f"request {seq.request.id!r} failed: {why}", _STATUS_HELP)
-        for r, seq in enumerate(rows.seqs) if self.constraints is not None else ():
-            if seq.error is not None:
-                failures[r] = seq.error
+        for r in constrained:
+            if (error := rows.seqs[r].error) is not None:
+                failures[r] = error
         return failures
 
     def _append(self, seq: Sequence, tokens: Iterable[int]) -> FinishReason | None:
