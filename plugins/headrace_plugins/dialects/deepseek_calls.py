@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
 from headrace_plugins.dialects.family import Expression, Family, any_of, function_of
-from headrace_plugins.dialects.parameters import ParameterReader, arguments_of, others_of, types_of, value_of
+from headrace_plugins.dialects.parameters import ParameterReader, arguments_expression, types_of, value_of
 from headrace_plugins.dialects.reading import NAME_CHARS, Broken, CallReader, Steps, quoted
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -39,7 +39,6 @@ class DeepseekV3(Family):
         self.name = "deepseek-v3" if fenced else "deepseek-v3.1"
         self.tools_in_template = not describe
         self._fenced = fenced
-        self.tools_in_template = not describe
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         bodies = any_of([self._call(*function_of(tool)) for tool in tools])
@@ -168,16 +167,9 @@ class Dsml(Family):
         return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
 
     def _invoke(self, name: str, schema: Mapping[str, Any]) -> Expression:
-        others = others_of(schema)
-        arguments: list[Expression] = []
-        if others is not None:
-            arguments.append({"many": self._parameter({"regex": "[a-zA-Z_][a-zA-Z0-9_.-]{0,63}"}, others), "min": 0})
-        else:
-            for argument in arguments_of(name, schema):
-                one = self._parameter(argument.name, argument.schema)
-                arguments.append(one if argument.required else {"opt": one})
+        arguments = arguments_expression(name, schema, self._parameter)
         if not arguments:
-            arguments.append({"opt": "\n"})  # the package writes an empty line there
+            arguments = [{"opt": "\n"}]  # the package writes an empty line there
         return {"seq": [f'{self._open}invoke name="{name}">\n', *arguments, f"{self._close}invoke>\n"]}
 
     def _parameter(self, key: Expression, schema: Any) -> Expression:

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
-from headrace_plugins.dialects.family import Expression, Family, any_of, repeated
-from headrace_plugins.dialects.hermes import BEGIN, END, Hermes, json_call
+from headrace_plugins.dialects.expressions import json_call
+from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated
+from headrace_plugins.dialects.hermes import BEGIN, END, Hermes
 from headrace_plugins.dialects.reading import CallReader, Steps, read_json_call
 
 
@@ -101,7 +102,7 @@ class MiniMaxM1(Family):
     ends = ("<end_of_sentence>",)
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
-        lines = {"seq": [any_of([json_call(tool) for tool in tools]), "\n"]}
+        lines = {"seq": [any_of([json_call(*function_of(tool)) for tool in tools]), "\n"]}
         return {"seq": [{"special": "<tool_calls>"}, "\n", repeated(lines, choice, ""), {"special": "</tool_calls>"}]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:

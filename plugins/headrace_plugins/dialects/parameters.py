@@ -14,7 +14,7 @@ from urllib.parse import quote
 from headrace.errors import RequestError
 from headrace_plugins.dialects.family import Expression
 from headrace_plugins.dialects.reading import Broken, CallReader, Cursor, Ended, Steps, quoted
-from headrace_plugins.dialects.values import python_value
+from headrace_plugins.dialects.values import WORDS, python_value
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """Of JSON values; an integer is a number."""
@@ -174,16 +174,16 @@ def value_of(schema: Schema, end: str) -> Expression:
 
 
 def arguments_expression(
-    tool: str, schema: Mapping[str, Any], write: Callable[[Expression, Expression], Expression], end: str
+    tool: str, schema: Mapping[str, Any], write: Callable[[Expression, Schema], Expression]
 ) -> list[Expression]:
-    """The arguments of a call, one after the other: write(name, value) is one of them."""
+    """The arguments of a call, one after the other: write(name, schema of the value) is one of them."""
     others = others_of(schema)
     if others is not None:
         name = {"regex": "[a-zA-Z_][a-zA-Z0-9_.-]{0,63}"}
-        return [{"many": write(name, value_of(others, end)), "min": 0, "max": None}]
+        return [{"many": write(name, others), "min": 0, "max": None}]
     written = []
     for argument in arguments_of(tool, schema):
-        one = write(argument.name, value_of(argument.schema, end))
+        one = write(argument.name, argument.schema)
         written.append(one if argument.required else {"opt": one})
     return written
 
@@ -253,7 +253,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
             return stripped
     except (ValueError, RecursionError):
         value = None
-        word = {"True": "true", "False": "false", "None": "null"}.get(stripped, "")
+        word = WORDS.get(stripped, "")
         if word and ("null" if word == "null" else "boolean") in types:
             return word
     if "string" not in types and (written := _python_of(stripped)):

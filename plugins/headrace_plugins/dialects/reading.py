@@ -362,9 +362,10 @@ class CallReader(ABC):
             yield from self.cursor.flow(lambda _: None, *self.end)
 
 
-def read_json_call(
-    reader: CallReader, names: tuple[str, ...] = ("name",), arguments: tuple[str, ...] = ("arguments", "parameters")
-) -> Steps[None]:
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def read_json_call(reader: CallReader) -> Steps[None]:
     """A call written as one JSON object with a name and arguments, in any order, e.g. {"name": "f", "arguments": {}}.
 
     Arguments may also be a JSON string that holds the object. The call is closed when both are there; members that
@@ -380,7 +381,7 @@ def read_json_call(
         key = _text_of((yield from cursor.json_text()))
         yield from cursor.blanks()
         yield from cursor.expect(":")
-        if key in names and name is None:
+        if key == "name" and name is None:
             name = _text_of((yield from cursor.json_text()))
             if not name:
                 raise Broken
@@ -388,10 +389,10 @@ def read_json_call(
             if early is not None:
                 reader.write(early)
                 written = True
-        elif key in arguments and name is not None and not written:
+        elif key in _ARGUMENTS and name is not None and not written:
             written = True
             yield from _json_arguments(reader)
-        elif key in arguments and early is None:
+        elif key in _ARGUMENTS and early is None:
             early = _unwrapped((yield from cursor.json_text()))
         else:
             yield from cursor.json(lambda _: None)

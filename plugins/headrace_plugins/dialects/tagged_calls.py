@@ -8,15 +8,11 @@ from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
 from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated, with_objects
-from headrace_plugins.dialects.parameters import ParameterReader, arguments_expression
+from headrace_plugins.dialects.parameters import ParameterReader, Schema, arguments_expression, value_of
 from headrace_plugins.dialects.reading import CallReader, Steps
+from headrace_plugins.dialects.values import WORDS
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-
-
-def schemas(tools: Seq[Tool]) -> dict[str, Mapping[str, Any]]:
-    """Tool name -> schema of its arguments."""
-    return dict(function_of(tool) for tool in tools)
 
 
 class QwenXML(Family):
@@ -43,7 +39,7 @@ class QwenXML(Family):
         return repeated(call, choice, "\n")
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
-        return QwenCalls(schemas(tools))
+        return QwenCalls(dict(map(function_of, tools)))
 
     def adapt(self, messages: Seq[Mapping[str, Any]], tools: Seq[Tool]) -> list[Message]:
         """The templates write other values than strings, lists and objects as Python does; the grammar says JSON."""
@@ -51,10 +47,10 @@ class QwenXML(Family):
 
 
 def _qwen_function(name: str, schema: Mapping[str, Any]) -> Expression:
-    def write(key: Expression, value: Expression) -> Expression:
-        return {"seq": ["<parameter=", key, ">\n", value, "\n</parameter>\n"]}
+    def write(key: Expression, value: Schema) -> Expression:
+        return {"seq": ["<parameter=", key, ">\n", value_of(value, "\n</parameter>"), "\n</parameter>\n"]}
 
-    arguments = arguments_expression(name, schema, write, "\n</parameter>")
+    arguments = arguments_expression(name, schema, write)
     return {"seq": [f"<function={name}>\n", *arguments, "</function>"]}
 
 
@@ -107,14 +103,14 @@ class GLM(Family):
         return repeated(call, choice, self._break)
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
-        return GLMCalls(schemas(tools))
+        return GLMCalls(dict(map(function_of, tools)))
 
     def _function(self, name: str, schema: Mapping[str, Any]) -> Expression:
-        def write(key: Expression, value: Expression) -> Expression:
+        def write(key: Expression, value: Schema) -> Expression:
             opened = [{"special": "<arg_key>"}, key, {"special": "</arg_key>"}, self._break, {"special": "<arg_value>"}]
-            return {"seq": [*opened, value, {"special": "</arg_value>"}, self._break]}
+            return {"seq": [*opened, value_of(value, "</arg_value>"), {"special": "</arg_value>"}, self._break]}
 
-        return {"seq": [name, self._break, *arguments_expression(name, schema, write, "</arg_value>")]}
+        return {"seq": [name, self._break, *arguments_expression(name, schema, write)]}
 
 
 class GLMCalls(ParameterReader):
@@ -160,14 +156,14 @@ class MiniMax(Family):
         return {"seq": [begin, "\n", repeated(any_of(bodies), choice, ""), end]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
-        return MiniMaxCalls(schemas(tools))
+        return MiniMaxCalls(dict(map(function_of, tools)))
 
 
 def _minimax_invoke(name: str, schema: Mapping[str, Any]) -> Expression:
-    def write(key: Expression, value: Expression) -> Expression:
-        return {"seq": ['<parameter name="', key, '">', value, "</parameter>\n"]}
+    def write(key: Expression, value: Schema) -> Expression:
+        return {"seq": ['<parameter name="', key, '">', value_of(value, "</parameter>"), "</parameter>\n"]}
 
-    arguments = arguments_expression(name, schema, write, "</parameter>")
+    arguments = arguments_expression(name, schema, write)
     return {"seq": [f'<invoke name="{name}">\n', *arguments, "</invoke>\n"]}
 
 
@@ -204,8 +200,5 @@ def _with_word(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     if not isinstance(function["arguments"], Mapping):
         return dict(call)
-    arguments = {key: _WORDS.get(repr(value), value) for key, value in function["arguments"].items()}
+    arguments = {key: WORDS.get(repr(value), value) for key, value in function["arguments"].items()}
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
