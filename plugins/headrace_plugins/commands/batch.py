@@ -63,7 +63,7 @@ def run_batch(args: argparse.Namespace, model: str | None) -> int:
         try:
             with LLM(config, catalog=args.catalog) as llm:
                 results.drop_failed()
-                batch = _Batch(llm, args, lines, results)
+                batch = _Batch(llm, args, lines, results, grammar)
                 llm.run(batch, batch.ended, progress=not args.quiet and sys.stderr.isatty())
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one kills
@@ -97,14 +97,12 @@ class _Batch:
     args: argparse.Namespace
     lines: list[str]
     results: Results
+    grammar: Grammar | None
+    """Of lines that have none."""
     _ids: dict[str, int] = field(default_factory=dict)
     """Id -> line number of every line so far."""
     _under_way: list[tuple[int, Asked]] = field(default_factory=list)
-    """Line index of each job handed out."""
-    _grammar: Grammar | None = None
-
-    def __post_init__(self) -> None:
-        self._grammar = grammar_of(self.args)
+    """Line index of each job handed out, and how its answer is read."""
 
     def __len__(self) -> int:
         """Lines to do, for the progress bar."""
@@ -173,7 +171,7 @@ class _Batch:
             item["constraint"] = _constraint(item["constraint"])
         if isinstance(item.get("logit_bias"), dict):  # JSON has no integer keys
             item["logit_bias"] = {_int(key): bias for key, bias in item["logit_bias"].items()}
-        base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs, constraint=self._grammar)
+        base = params_of(self.args, n=self.args.n, logprobs=self.args.logprobs, constraint=self.grammar)
         params = _typed(SamplingParams, {name: getattr(base, name) for name in known} | item, "the line")
         if given[0] == "messages":
             return ask(self.llm, self.args, params, messages=check_messages(value))
