@@ -131,7 +131,13 @@ def _check_support(request: Request, executor: Executor, constraints: Constraint
         raise RequestError("HR-REQUEST-06", f"adapter {request.adapter[0]!r}: this backend {why}")
     if request.media:
         raise RequestError("HR-REQUEST-06", "this model takes no images or audio")
-    if params.constraint is not None and (constraints is None or not caps.masks):
+    if params.constraint is not None and not caps.masks:
+        raise RequestError(
+            "HR-CONSTRAINT-01",
+            f"a {params.constraint.kind} constraint was asked for, but this backend takes no token masks",
+            "serve the model with another one (`headrace config explain` shows why this one was chosen)",
+        )
+    if params.constraint is not None and constraints is None:
         raise RequestError(
             "HR-CONSTRAINT-01",
             f"a {params.constraint.kind} constraint was asked for, but no constraint engine is configured",

@@ -504,6 +504,17 @@ def test_what_the_executor_can_not_honour_is_refused_when_asked_for(off: dict, o
     assert found.value.help
 
 
+def test_a_constraint_that_nobody_serves_is_refused_with_the_reason() -> None:
+    engine = Setup().engine()
+    asked = request("on", "x", SamplingParams(max_tokens=2, constraint=Grammar.choice("a", "b")))
+    engine.constraints = None
+    with pytest.raises(RequestError, match=r"HR-CONSTRAINT-01: .* no constraint engine is configured"):
+        engine.add(asked)
+    engine.executor.caps = replace(engine.executor.caps, masks=False)
+    with pytest.raises(RequestError, match=r"HR-CONSTRAINT-01: .* this backend takes no token masks"):
+        engine.add(asked)
+
+
 def test_adapters_reach_a_device_that_has_one_per_row() -> None:
     engine = Setup().engine()
     seen: list[object] = []
