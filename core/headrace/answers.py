@@ -69,9 +69,9 @@ class Reply(Output):
     @property
     def parsed(self) -> Any:
         """The value of the text, for an answer with a schema. Raises AnswerError HR-CONSTRAINT-10 when it was cut, -09
-        when the type's own validators refuse it."""
+        when the type's own validators refuse it; RequestError HR-CHAT-10 without a schema."""
         if self.wanted is None:
-            raise RequestError("HR-CONSTRAINT-01", "this answer has no schema", "ask(..., schema=Type)")
+            raise RequestError("HR-CHAT-10", "this answer has no schema", "ask(..., schema=Type)")
         return value_of(self.wanted, self.text, self)
 
 

@@ -221,6 +221,7 @@ class Chat:
         schema: Any = None,
         tool_choice: str | None = None,
     ) -> Answer:
+        """`stream` without blocking the event loop."""
         answer = Answer(_Rounds(self, text, params, prefill, schema, tool_choice))
         with answer._starting() as step:
             answer._value = await step.later()
@@ -259,6 +260,7 @@ class Chat:
     async def aresume(
         self, results: Mapping[str, Any] | Seq[Any] = (), params: Params | None = None, *, schema: Any = None
     ) -> Reply:
+        """`resume` without blocking the event loop."""
         self.add_results(results)
         return await self.aask(None, params, schema=schema)
 
@@ -316,6 +318,7 @@ class Answer:
         return self._replied()
 
     async def aresult(self) -> Reply:
+        """`result` without blocking the event loop."""
         self._rounds.whole = True
         try:
             async for _ in self:

@@ -102,7 +102,7 @@ class Prompt:
 
 
 class ChatFormat(Protocol):
-    """Made by a dialect's `chat_format(source, origin, tokenizer)`. Any thread."""
+    """Made by a dialect, see `headrace.hooks.DialectSpec`. Any thread, several at once."""
 
     name: str
     """Of the dialect, for `config explain`."""

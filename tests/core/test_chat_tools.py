@@ -564,7 +564,7 @@ def test_parsed(talk: Talk) -> None:
     with pytest.raises(AnswerError, match="HR-CONSTRAINT-09: the type refuses the answer: Input should be"):
         chat.ask("?", LONG).parsed  # noqa: B018
     plain, _ = talk("x")
-    with pytest.raises(RequestError, match="HR-CONSTRAINT-01: this answer has no schema"):
+    with pytest.raises(RequestError, match="HR-CHAT-10: this answer has no schema"):
         plain.ask("?", LONG).parsed  # noqa: B018
 
 
