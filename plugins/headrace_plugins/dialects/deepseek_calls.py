@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
-from headrace_plugins.dialects.family import Expression, Family, any_of, function_of
+from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated
 from headrace_plugins.dialects.parameters import ParameterReader, arguments_expression, types_of, value_of
 from headrace_plugins.dialects.reading import NAME_CHARS, Broken, CallReader, Steps, quoted
 
@@ -42,8 +42,7 @@ class DeepseekV3(Family):
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         bodies = any_of([self._call(*function_of(tool)) for tool in tools])
-        between = {"between": "\n"} if self._fenced else {}
-        calls = {"many": bodies, **between, "min": 1, "max": None if choice.parallel else 1}
+        calls = repeated(bodies, choice, "\n" if self._fenced else "")
         return {"seq": [{"special": CALLS}, calls, {"special": CALLS_END}]}
 
     def _call(self, name: str, schema: dict[str, Any]) -> Expression:
@@ -157,8 +156,7 @@ class Dsml(Family):
     def _inside(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         """What follows `opening`."""
         bodies = any_of([self._invoke(*function_of(tool)) for tool in tools])
-        calls = {"many": bodies, "min": 1, "max": None if choice.parallel else 1}
-        return {"seq": [calls, f"{self._close}{self._section}>"]}
+        return {"seq": [repeated(bodies, choice), f"{self._close}{self._section}>"]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return DsmlCalls(dict(map(function_of, tools)))

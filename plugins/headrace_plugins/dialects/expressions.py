@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from headrace.dialogue import Tool, ToolChoice
-from headrace_plugins.dialects.family import Expression, any_of, function_of
+from headrace_plugins.dialects.family import Expression, any_of, function_of, repeated
 
 
 def json_call(
@@ -21,7 +21,7 @@ def json_call(
 def json_list(tools: Seq[Tool], choice: ToolChoice, *, behind: Expression | None = None) -> Expression:
     """A JSON array of calls."""
     items = any_of([json_call(*function_of(tool), behind=behind) for tool in tools])
-    return {"seq": ["[", {"many": items, "between": ", ", "min": 1, "max": None if choice.parallel else 1}, "]"]}
+    return {"seq": ["[", repeated(items, choice, ", "), "]"]}
 
 
 def python_list(tools: Seq[Tool], choice: ToolChoice) -> Expression:
@@ -29,6 +29,4 @@ def python_list(tools: Seq[Tool], choice: ToolChoice) -> Expression:
     calls: list[Expression] = []
     for name, schema in map(function_of, tools):
         calls.append({"seq": [f"{name}(", {"schema": schema, "notation": "python-call"}, ")"]})
-    return {
-        "seq": ["[", {"many": any_of(calls), "between": ", ", "min": 1, "max": None if choice.parallel else 1}, "]"]
-    }
+    return {"seq": ["[", repeated(any_of(calls), choice, ", "), "]"]}

@@ -104,9 +104,11 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def repeated(call: Expression, choice: ToolChoice, between: Expression) -> Expression:
+def repeated(call: Expression, choice: ToolChoice, between: str = "") -> Expression:
     """The call, or where the choice allows several, one or more of it."""
-    return {"many": call, "between": between, "min": 1, "max": None} if choice.parallel else call
+    if not choice.parallel:
+        return call
+    return {"many": call, **({"between": between} if between else {}), "min": 1, "max": None}
 
 
 def any_of(expressions: Seq[Expression]) -> Expression:

@@ -48,7 +48,7 @@ class Gemma4(Family):
     ends = ("<turn|>", "<|tool_response>", "<eos>", "<end_of_turn>")
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
-        return repeated(_call(tools, "<|tool_call>", "<tool_call|>", "gemma"), choice, "")
+        return repeated(_call(tools, "<|tool_call>", "<tool_call|>", "gemma"), choice)
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return MarkedCalls(tools, "<|tool_call>", "<tool_call|>", '<|"|>')
@@ -78,7 +78,7 @@ class FunctionGemma(Family):
     ends = ("<end_of_turn>", "<start_function_response>", "<eos>")
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
-        return repeated(_call(tools, "<start_function_call>", "<end_function_call>", "functiongemma"), choice, "")
+        return repeated(_call(tools, "<start_function_call>", "<end_function_call>", "functiongemma"), choice)
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return MarkedCalls(tools, "<start_function_call>", "<end_function_call>", "<escape>")

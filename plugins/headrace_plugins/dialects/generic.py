@@ -103,7 +103,7 @@ class MiniMaxM1(Family):
 
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         lines = {"seq": [any_of([json_call(*function_of(tool)) for tool in tools]), "\n"]}
-        return {"seq": [{"special": "<tool_calls>"}, "\n", repeated(lines, choice, ""), {"special": "</tool_calls>"}]}
+        return {"seq": [{"special": "<tool_calls>"}, "\n", repeated(lines, choice), {"special": "</tool_calls>"}]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return MiniMaxM1Calls()

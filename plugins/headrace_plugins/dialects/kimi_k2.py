@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
-from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, with_objects
+from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated, with_objects
 from headrace_plugins.dialects.history import with_ids
 from headrace_plugins.dialects.reading import Broken, CallReader, Steps
 
@@ -36,8 +36,7 @@ class KimiK2(Family):
                 {"seq": [{"special": CALL}, f"functions.{name}:", number, {"special": ARGUMENTS}, {"schema": schema}]}
             )
         call = {"seq": [any_of(bodies), {"special": CALL_END}]}
-        calls = {"many": call, "min": 1, "max": None if choice.parallel else 1}
-        return {"seq": [{"special": SECTION}, calls, {"special": SECTION_END}]}
+        return {"seq": [{"special": SECTION}, repeated(call, choice), {"special": SECTION_END}]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return KimiCalls()

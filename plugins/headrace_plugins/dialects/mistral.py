@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from headrace.dialogue import Message, Tool, ToolChoice
 from headrace_plugins.dialects.expressions import json_list
-from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, with_objects
+from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated, with_objects
 from headrace_plugins.dialects.history import with_ids
 from headrace_plugins.dialects.lists import read_list
 from headrace_plugins.dialects.reading import Broken, CallReader, Steps
@@ -47,7 +47,7 @@ class Mistral(Family):
             id = {"seq": [', "id": "', {"regex": ID_PATTERN}, '"']}
             return {"seq": [{"special": CALLS}, {"opt": " "}, json_list(tools, choice, behind={"opt": id})]}
         bodies = [_call(*function_of(tool), with_id=self._form == "id") for tool in tools]
-        return {"many": any_of(bodies), "min": 1, "max": None if choice.parallel else 1}
+        return repeated(any_of(bodies), choice)
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return MistralCalls()

@@ -153,7 +153,7 @@ class MiniMax(Family):
     def calls(self, tools: Seq[Tool], choice: ToolChoice) -> Expression:
         bodies = [_minimax_invoke(*function_of(tool)) for tool in tools]
         begin, end = {"special": "<minimax:tool_call>"}, {"special": "</minimax:tool_call>"}
-        return {"seq": [begin, "\n", repeated(any_of(bodies), choice, ""), end]}
+        return {"seq": [begin, "\n", repeated(any_of(bodies), choice), end]}
 
     def reader(self, tools: Seq[Tool]) -> CallReader:
         return MiniMaxCalls(dict(map(function_of, tools)))
