@@ -104,9 +104,8 @@ def property_of(name: str) -> Chars | None:
 def either_case(of: Chars) -> Chars:
     """With the letters that differ from one of the set in case alone."""
     variants = _case_variants()
-    added = [
-        (other, other) for low, high in of.ranges for point in _within(variants, low, high) for other in variants[point]
-    ]
+    points = (point for low, high in of.ranges for point in _within(variants, low, high))
+    added = [(other, other) for point in points for other in variants.get(point, ())]
     return chars([*of.ranges, *added])
 
 

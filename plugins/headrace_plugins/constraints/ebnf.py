@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import MAX_STATES, automaton
-from headrace_plugins.constraints.dfa import regex_of, rules_of
+from headrace_plugins.constraints.dfa import Dfa, regex_of, rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
-from headrace_plugins.constraints.regex import And, Cat, Chars, Not, Or, Regex, Repeat
+from headrace_plugins.constraints.regex import NOTHING, And, Cat, Chars, Not, Or, Regex, Repeat, cat, either, repeat
 from headrace_plugins.constraints.trimming import EMPTY_EXPR, too_deep, trimmed
 
 ROOT = "root"
@@ -36,6 +36,7 @@ class _Printer:
         self.special = special
         self.max_states = max_states
         self.names = {rules.start: ROOT} | {name: f"r_{name}" for name in rules.rules if name != rules.start}
+        self.automata: dict[Regex, Dfa] = {}
         self.machines: dict[Regex, str] = {}
         self.lines: list[str] = []
 
@@ -57,7 +58,7 @@ class _Printer:
                 number = self.special.get(name)
                 return f"Token({number})" if number is not None else quoted(name)
             case Rx(regex):
-                return self.regex(regex)
+                return self.regex(self._living(regex))
             case Ref(name):
                 return self.names.get(name, name)
             case Seq(parts):
@@ -85,6 +86,26 @@ class _Printer:
             case And() | Not():
                 return self._machine(regex)
 
+    def _living(self, regex: Regex) -> Regex:
+        """Without parts that match no text: xgrammar would allow what leads to them."""
+        match regex:
+            case Cat(parts):
+                return cat(*map(self._living, parts))
+            case Or(choices):
+                return either(*map(self._living, choices))
+            case Repeat(body, least, most):
+                return repeat(self._living(body), least, most)
+            case And() | Not():
+                return regex if any(self._dfa(regex).accepting) else NOTHING
+            case _:
+                return regex
+
+    def _dfa(self, regex: Regex) -> Dfa:
+        found = self.automata.get(regex)
+        if found is None:
+            found = self.automata[regex] = automaton(regex, self.max_states)
+        return found
+
     def _series(self, parts: tuple[Regex, ...]) -> str:
         """With neighbouring single characters as one text."""
         texts: list[str] = []
@@ -102,7 +123,7 @@ class _Printer:
     def _machine(self, regex: Regex) -> str:
         if regex in self.machines:
             return self.machines[regex]
-        dfa = automaton(regex, self.max_states)
+        dfa = self._dfa(regex)
         plain = regex_of(dfa, 500) if len(dfa.edges) <= 30 else None
         prefix = f"m{len(self.machines)}_"
         if plain is not None:

@@ -76,7 +76,8 @@ class LLGuidance:
                 "HR-CONSTRAINT-07", "no text matches the grammar, or the vocabulary can't spell its beginning",
                 "look for rules without an end, and for character sets that exclude each other",
             )  # fmt: skip
-        program = LLProgram(matcher, self.vocabulary, len(text))
+        over = matcher.is_accepting() and allowed.rstrip(b"\0") == self.vocabulary.eos_words.tobytes().rstrip(b"\0")
+        program = LLProgram(matcher, self.vocabulary, len(text), over)
         if "~" not in text or text.startswith(HEADER):
             return program
         return Guarded(program, self._named(text), self.vocabulary)
@@ -110,16 +111,16 @@ class _Tokens:
 
 
 class LLProgram(Program):
-    """A matcher at the start, to be copied."""
+    """A matcher at the start, to be copied. over: the empty text is all that the grammar allows."""
 
-    __slots__ = ("_matcher", "_size", "_vocabulary")
+    __slots__ = ("_matcher", "_over", "_size", "_vocabulary")
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, n_text: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, n_text: int, over: bool) -> None:
+        self._matcher, self._vocabulary, self._over = matcher, vocabulary, over
         self._size = FIXED_BYTES + BYTES_PER_CHARACTER * n_text
 
     def start(self) -> Walk:
-        return LLWalk(self._matcher, self._vocabulary)
+        return LLWalk(self._matcher, self._vocabulary, self._over)
 
     def size_bytes(self) -> int:
         return self._size
@@ -183,10 +184,10 @@ for one of twenty (594), 165 kB for a choice of 300 texts (993)."""
 class LLWalk(Walk):
     """llguidance's matcher never leaves an error; then the walk goes on with a new one, from its own record."""
 
-    __slots__ = ("_bytes", "_failed", "_free", "_matcher", "_start", "_tokens", "_vocabulary", "_words")
+    __slots__ = ("_bytes", "_failed", "_free", "_matcher", "_over", "_start", "_tokens", "_vocabulary", "_words")
 
-    def __init__(self, start: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._start = start
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary, over: bool) -> None:
+        self._start, self._over = start, over
         self._matcher = start.deep_copy()
         self._tokens: list[int] = []
         self._failed = False
@@ -249,6 +250,8 @@ class LLWalk(Walk):
             self._matcher.rollback(n)
 
     def done(self) -> bool:
+        if self._over:  # llguidance would stop behind the end token alone
+            return True
         return not self._failed and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def complete(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import is_empty, nullable
@@ -38,12 +38,13 @@ def too_deep() -> RequestError:
 
 
 def trimmed(rules: Rules) -> Rules:
-    """The same grammar without alternatives that match no text and rules that are not reached.
+    """The same grammar without alternatives that match no text, rules that match the empty text alone, and rules
+    that are not reached.
 
     Raises RequestError HR-CONSTRAINT-07 when the whole grammar matches none.
     """
     bodies = {name: _simplified(body) for name, body in rules.rules.items()}
-    productive = _productive(bodies)
+    productive = _closure(bodies, _ends)
     if rules.start not in productive:
         raise RequestError(
             "HR-CONSTRAINT-07",
@@ -51,7 +52,11 @@ def trimmed(rules: Rules) -> Rules:
             "check its alternatives",
         )
     if len(productive) < len(bodies):
-        bodies = {name: _simplified(_without(body, productive)) for name, body in bodies.items() if name in productive}
+        bodies = _put(bodies, dict.fromkeys(bodies.keys() - productive, NOTHING_EXPR))
+    # xgrammar's compiler was seen to crash on rules like a ::= a{0,2}
+    empty = bodies.keys() - _closure(bodies, _writes)
+    if empty:
+        bodies = {rules.start: EMPTY_EXPR} | _put(bodies, dict.fromkeys(empty, EMPTY_EXPR))
     reached, waiting = {rules.start: None}, [rules.start]
     while waiting:
         for name in references(bodies[waiting.pop()]):
@@ -124,8 +129,8 @@ def shallow(rules: Rules, levels: int) -> Rules:
     return Rules(rules.start, bodies)
 
 
-def _productive(bodies: dict[str, Expr]) -> set[str]:
-    """Rules that some text matches."""
+def _closure(bodies: Mapping[str, Expr], holds: Callable[[Expr, set[str]], bool]) -> set[str]:
+    """Rules of which something holds, given the rules of which it holds."""
     users: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for used in set(references(body)):
@@ -134,13 +139,14 @@ def _productive(bodies: dict[str, Expr]) -> set[str]:
     waiting = list(reversed(bodies))
     while waiting:
         name = waiting.pop()
-        if name not in found and _ends(bodies[name], found):
+        if name not in found and holds(bodies[name], found):
             found.add(name)
             waiting += users.get(name, ())
     return found
 
 
 def _ends(body: Expr, productive: set[str]) -> bool:
+    """Does it match some text?"""
     match body:
         case Ref(name):
             return name in productive
@@ -154,17 +160,34 @@ def _ends(body: Expr, productive: set[str]) -> bool:
             return True
 
 
-def _without(body: Expr, productive: set[str]) -> Expr:
-    """With rules that are not productive put as what they are: nothing."""
+def _writes(body: Expr, writing: set[str]) -> bool:
+    """Does it match more than the empty text? Every rule matches some text."""
     match body:
         case Ref(name):
-            return body if name in productive else NOTHING_EXPR
+            return name in writing
+        case Seq(parts) | Alt(parts):
+            return any(_writes(part, writing) for part in parts)
+        case Rep(inner, _, most):
+            return most != 0 and _writes(inner, writing)
+        case _:
+            return True
+
+
+def _put(bodies: Mapping[str, Expr], known: Mapping[str, Expr]) -> dict[str, Expr]:
+    """The other rules, with what is known in place of these."""
+    return {name: _simplified(_replaced(body, known)) for name, body in bodies.items() if name not in known}
+
+
+def _replaced(body: Expr, known: Mapping[str, Expr]) -> Expr:
+    match body:
+        case Ref(name):
+            return known.get(name, body)
         case Seq(parts):
-            return Seq(tuple(_without(part, productive) for part in parts))
+            return Seq(tuple(_replaced(part, known) for part in parts))
         case Alt(choices):
-            return Alt(tuple(_without(choice, productive) for choice in choices))
+            return Alt(tuple(_replaced(choice, known) for choice in choices))
         case Rep(inner, least, most):
-            return Rep(_without(inner, productive), least, most)
+            return Rep(_replaced(inner, known), least, most)
         case _:
             return body
 

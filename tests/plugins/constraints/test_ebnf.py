@@ -75,6 +75,13 @@ CASES: list[tuple[str, dict[str, Expr], list[str], list[str | bytes]]] = [
         ["b", "ba"],
     ),
     (
+        "rules of nothing but the empty text",
+        {"s": Alt((Rep(Ref("t"), 2), Seq((Ref("t"), Lit("a"))))), "t": Rep(Ref("t"), 0, 2)},
+        ["", "a"],
+        ["aa"],
+    ),
+    ("only the empty text", {"s": Rep(Ref("s"), 0, 2)}, [""], ["a"]),
+    (
         "names that engines keep for themselves",
         {"root": Ref("start"), "start": Ref("t0"), "t0": Ref("first"), "first": Lit("a")},
         ["a"],

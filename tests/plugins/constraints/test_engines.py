@@ -213,6 +213,24 @@ def test_complements_are_as_the_table_says(name: str) -> None:
     assert refused.value.code == "HR-CONSTRAINT-04"
 
 
+@pytest.mark.parametrize("name", SERVES)
+def test_nothing_leads_to_a_part_that_no_text_matches(name: str) -> None:
+    """Behind a letter there is no edge of a word before another one."""
+    pytest.importorskip(SERVES[name].package, reason=f"the engine {name} is not installed")
+    tokenizer = ToyTokenizer()
+    matcher = Constraints(None, tokenizer, (name,)).compile(Grammar("regex", r"-?[\w.]\b\w")).start()
+    assert allowed(matcher, tokenizer) == set(b"-.")
+
+
+@pytest.mark.parametrize("name", SERVES)
+@pytest.mark.parametrize("grammar", [Grammar("choice", '[""]'), Grammar("gbnf", 'root ::= ""'), Grammar("regex", "(?=b)?")])
+def test_a_grammar_of_the_empty_text_is_done(name: str, grammar: Grammar) -> None:
+    pytest.importorskip(SERVES[name].package, reason=f"the engine {name} is not installed")
+    matcher = Constraints(None, ToyTokenizer(), (name,)).compile(grammar).start()
+    assert matcher.done()
+    assert not matcher.accept(ord("a"))
+
+
 def test_what_one_engine_cannot_do_goes_to_the_next() -> None:
     pytest.importorskip("xgrammar", reason="the engine xgrammar is not installed")
     pytest.importorskip("llguidance", reason="the engine llguidance is not installed")

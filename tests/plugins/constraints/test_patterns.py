@@ -80,6 +80,7 @@ def test_as_python_finds_it(pattern: str, texts: list[str]) -> None:
         ("^a{,2}$", ["a{,2}"], ["a"]),
         ("^(?<year>[0-9]{4})$", ["1999"], ["199"]),
         ("^(?i:k)$", ["k", "K", "\u212a"], ["j"]),
+        ("^(?i:0x?[_-]k)$", ["0X_K", "0-k"], ["0"]),
         (r"\bcat\b", ["cat", "a cat.", "cat-x"], ["cats", "_cat"]),
         (r"^(?:a{2,3}?){2}$", ["aaaa", "aaaaaa"], ["aaa"]),
         ("", ["", "anything"], []),
