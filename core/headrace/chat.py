@@ -408,7 +408,7 @@ class _Rounds:
         self, chat: Chat, text: str | None, params: Params | None, prefill: str, schema: Any, tool_choice: str | None
     ) -> None:
         if text is not None and not isinstance(text, str):
-            raise RequestError("HR-CHAT-04", f"a message must be text, not {type(text).__name__}")
+            raise RequestError("HR-CHAT-04", f"a message must be text, not {text!r:.60}", 'chat.ask("Hi")')
         self._choice = choice_of(chat.tool_choice if tool_choice is None else tool_choice, chat.parallel, chat.tools)
         self._expected: Expected | None = chat._expected if schema is None else expected(schema)
         if not chat._busy.acquire(blocking=False):

@@ -130,7 +130,7 @@ class ChatTable(Options):
     template: str | None = None
     """Jinja template, or the path of a file with one; wins over the model's own."""
     dialect: str | None = None
-    """Family that tool calls and reasoning are written like, or dialect; found by template, architecture and name."""
+    """How tool calls and reasoning are written: a family or a dialect. Unset: by template, architecture and name."""
     system: str | None = None
     """System prompt of chats that set none."""
 

@@ -44,7 +44,8 @@ class Grammars:
         except FAULTS as error:
             if isinstance(error, HeadraceError):
                 raise
-            raise RequestError("HR-CONSTRAINT-02", f"the constraint engine failed: {error!r}") from error
+            what = f"the constraint engine failed: {error!r}"
+            raise RequestError("HR-CONSTRAINT-02", what, "report it to the plugin's author") from error
 
     def close(self) -> None:
         """Drop what waits to compile; what compiles is given up, since its sequences have ended."""
