@@ -129,7 +129,7 @@ def shallow(rules: Rules, levels: int) -> Rules:
     return Rules(rules.start, bodies)
 
 
-def _closure(bodies: Mapping[str, Expr], holds: Callable[[Expr, set[str]], bool]) -> set[str]:
+def _closure(bodies: dict[str, Expr], holds: Callable[[Expr, set[str]], bool]) -> set[str]:
     """Rules of which something holds, given the rules of which it holds."""
     users: dict[str, list[str]] = {}
     for name, body in bodies.items():
@@ -173,7 +173,7 @@ def _writes(body: Expr, writing: set[str]) -> bool:
             return True
 
 
-def _put(bodies: Mapping[str, Expr], known: Mapping[str, Expr]) -> dict[str, Expr]:
+def _put(bodies: dict[str, Expr], known: Mapping[str, Expr]) -> dict[str, Expr]:
     """The other rules, with what is known in place of these."""
     return {name: _simplified(_replaced(body, known)) for name, body in bodies.items() if name not in known}
 

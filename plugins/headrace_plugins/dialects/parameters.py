@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from headrace.errors import RequestError
 from headrace_plugins.dialects.family import Expression
-from headrace_plugins.dialects.reading import Broken, CallReader, Cursor, Ended, Steps, quoted
+from headrace_plugins.dialects.reading import Broken, CallReader, Cursor, Ended, Steps, is_name, quoted
 from headrace_plugins.dialects.values import WORDS, python_value
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
@@ -56,6 +56,21 @@ def arguments_of(tool: str, schema: Mapping[str, Any]) -> list[Argument]:
         root, place = _resolved(root["$ref"], schema), str(root["$ref"]).removeprefix("#")
         if not isinstance(root, Mapping):
             root = {}
+    _check_plain(tool, root)
+    properties: Mapping[str, Any] = root.get("properties") or {}
+    required = [str(name) for name in root.get("required") or ()]
+    found = [
+        Argument(name, _standing_alone(each, schema, f"{place}/properties/{_escaped(name)}"), name in required)
+        for name, each in properties.items()
+        if each is not False or name in required
+    ]
+    keyword = _others_keyword(root)
+    others = _standing_alone(root.get(keyword, True), schema, f"{place}/{keyword}")
+    return found + [Argument(name, others, True) for name in required if name not in properties]
+
+
+def _check_plain(tool: str, root: Mapping[str, Any]) -> None:
+    """Raises RequestError HR-CONSTRAINT-03 for a schema that says more than which arguments there are."""
     for keyword in root:
         if keyword in _BEYOND:
             message = (
@@ -65,23 +80,20 @@ def arguments_of(tool: str, schema: Mapping[str, Any]) -> list[Argument]:
     if root.get("type", "object") not in ("object", ["object"]):
         message = f"the parameters of tool '{tool}' have the type {root['type']!r:.60}"
         raise RequestError("HR-CONSTRAINT-03", message, 'parameters must be {"type": "object", "properties": {...}}')
-    properties: Mapping[str, Any] = root.get("properties") or {}
-    required = [str(name) for name in root.get("required") or ()]
-    found = [
-        Argument(name, _standing_alone(each, schema, f"{place}/properties/{_escaped(name)}"), name in required)
-        for name, each in properties.items()
-        if each is not False
-    ]
-    others = _standing_alone(root.get("additionalProperties", True), schema, f"{place}/additionalProperties")
-    return found + [Argument(name, others, True) for name in required if name not in properties]
 
 
 def others_of(schema: Mapping[str, Any]) -> Schema | None:
     """The schema of arguments of any name, for tools that name none; None where there are none."""
     if schema.get("properties") or schema.get("required") or "$ref" in schema:
         return None
-    others = schema.get("additionalProperties", "properties" not in schema)
-    return None if others is False else _standing_alone(others, schema, "/additionalProperties")
+    keyword = _others_keyword(schema)
+    others = schema.get(keyword, "properties" not in schema)
+    return None if others is False else _standing_alone(others, schema, f"/{keyword}")
+
+
+def _others_keyword(root: Mapping[str, Any]) -> str:
+    """What says which other arguments there are; where nothing else evaluates any, both keywords mean the same."""
+    return "additionalProperties" if "additionalProperties" in root else "unevaluatedProperties"
 
 
 def _standing_alone(schema: Schema, root: Mapping[str, Any], pointer: str) -> Schema:
@@ -179,10 +191,16 @@ def arguments_expression(
     """The arguments of a call, one after the other: write(name, schema of the value) is one of them."""
     others = others_of(schema)
     if others is not None:
+        _check_plain(tool, schema)
         name = {"regex": "[a-zA-Z_][a-zA-Z0-9_.-]{0,63}"}
         return [{"many": write(name, others), "min": 0, "max": None}]
     written = []
     for argument in arguments_of(tool, schema):
+        if not is_name(argument.name):
+            message = (
+                f"argument {argument.name!r:.60} of tool '{tool}' can't be written: its name could not be read back"
+            )
+            raise RequestError("HR-CONSTRAINT-03", message, "name it with letters, digits, '_', '-' and '.'")
         one = write(argument.name, argument.schema)
         written.append(one if argument.required else {"opt": one})
     return written

@@ -232,6 +232,11 @@ _CLOSING = {"}": "{", "]": "["}
 _CONTROLS = re.compile(r"[\x00-\x1f]")
 
 
+def is_name(text: str) -> bool:
+    """Would `Cursor.name` read this name as it is?"""
+    return len(text) <= NAME_CHARS and text == text.strip() and _NAME.fullmatch(text) is not None
+
+
 def _escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: json.dumps(match.group())[1:-1], text)
 

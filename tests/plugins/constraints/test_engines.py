@@ -223,7 +223,9 @@ def test_nothing_leads_to_a_part_that_no_text_matches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVES)
-@pytest.mark.parametrize("grammar", [Grammar("choice", '[""]'), Grammar("gbnf", 'root ::= ""'), Grammar("regex", "(?=b)?")])
+@pytest.mark.parametrize(
+    "grammar", [Grammar("choice", '[""]'), Grammar("gbnf", 'root ::= ""'), Grammar("regex", "(?=b)?")]
+)
 def test_a_grammar_of_the_empty_text_is_done(name: str, grammar: Grammar) -> None:
     pytest.importorskip(SERVES[name].package, reason=f"the engine {name} is not installed")
     matcher = Constraints(None, ToyTokenizer(), (name,)).compile(grammar).start()

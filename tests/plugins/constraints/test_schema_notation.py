@@ -110,7 +110,7 @@ def test_marks_instead_of_quotes(notation, mark):
 def test_bare_names(notation, mark):
     rules = Recogniser(rules_of({"type": "object"}, notation))
     assert rules.accepts("{a-b.c:1,é:2}")
-    for text in ("{a b:1}", "{:1}", "{a:b:1}", '{"a":1}', "{a,b:1}"):
+    for text in ("{a b:1}", "{:1}", "{a:b:1}", '{"a":1}', "{a,b:1}", "{a=b:1}", "{\u3000a:1}"):
         assert not rules.accepts(text)
     with pytest.raises(RequestError, match="'a:b' can't be a name"):
         rules_of({"properties": {"a:b": {}}}, notation)

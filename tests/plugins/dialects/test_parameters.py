@@ -8,7 +8,14 @@ import pytest
 from call_texts import WRITERS, family, tool
 
 from headrace.errors import RequestError
-from headrace_plugins.dialects.parameters import TYPES, Argument, arguments_of, others_of, types_of
+from headrace_plugins.dialects.parameters import (
+    TYPES,
+    Argument,
+    arguments_expression,
+    arguments_of,
+    others_of,
+    types_of,
+)
 
 
 def test_arguments_are_in_the_order_of_the_schema() -> None:
@@ -55,6 +62,33 @@ def test_tools_may_take_arguments_of_any_name() -> None:
     assert others_of({"type": "object", "additionalProperties": {"type": "integer"}}) == {"type": "integer"}
     assert others_of({"type": "object", "properties": {}}) is None
     assert others_of({"type": "object", "properties": {"a": {}}}) is None
+
+
+def test_unevaluated_arguments_are_the_others() -> None:
+    assert others_of({"type": "object", "unevaluatedProperties": False}) is None
+    assert others_of({"type": "object", "unevaluatedProperties": {"type": "null"}}) == {"type": "null"}
+    (argument,) = arguments_of("f", {"required": ["a"], "unevaluatedProperties": {"type": "null"}})
+    assert argument.schema == {"type": "null"}
+
+
+def test_a_required_argument_without_a_value_is_kept() -> None:
+    assert arguments_of("f", {"properties": {"a": False}, "required": ["a"]}) == [Argument("a", False, True)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"maxProperties": 0}, "#/maxProperties"),
+        ({"not": {"required": ["a"]}}, "#/not"),
+        *(
+            ({"properties": {name: {}}}, "could not be read back")
+            for name in ("", "a>", 'a"', " a", "a\n", "<", "a" * 257)
+        ),
+    ],
+)
+def test_what_could_not_be_kept_is_no_expression(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=f"HR-CONSTRAINT-03: .*{said}"):
+        arguments_expression("f", schema, lambda key, value: "")
 
 
 @pytest.mark.parametrize(

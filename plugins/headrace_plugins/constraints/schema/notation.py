@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from headrace.errors import RequestError
-from headrace_plugins.constraints.characters import inverted
+from headrace_plugins.constraints.characters import ECMA_SPACE, inverted, joined
 from headrace_plugins.constraints.regex import EMPTY, Chars, Regex, cat, chars, either, literal, repeat
 from headrace_plugins.constraints.schema import quoting
 from headrace_plugins.constraints.schema.quoting import Quoting
@@ -50,7 +50,10 @@ class Notation:
     """Never any blanks."""
 
 
-_BARE = inverted(chars([(0, 0x20), *((ord(char), ord(char)) for char in ":,{}[]<>|\"'"), (0x7F, 0xA0)]))
+_BARE = inverted(
+    joined((chars([(0, 0x20), *((ord(char), ord(char)) for char in ":=,{}[]<>|\"'"), (0x7F, 0xA0)]), ECMA_SPACE))
+)
+"""Readers take `=` for `:`, and leave out blanks of any kind around a name."""
 IDENTIFIER: Regex = cat(
     chars([(0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]),
     repeat(chars([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])),
