@@ -106,6 +106,17 @@ def test_without_facts_nothing_but_json_is_allowed(text):
     assert not matcher(Number())(text)
 
 
+@pytest.mark.parametrize(
+    "shape", [Number(low=Fraction(0), low_open=True), Number(low=Fraction(0)), Number(integer=False)]
+)
+def test_what_a_double_reads_as_0_or_infinity_is_not_between_bounds(shape):
+    allows = matcher(shape)
+    assert [text for text in ("5e-324", "2.5e-323", "1e-300") if not allows(text)] == []
+    assert [text for text in ("2e-324", "1e-400", "9.9e-1000", "1e309", "1.8e308", "1.5e999") if allows(text)] == []
+    huge = ["1e308", "1.7976931348623157e+308", "1e16"]
+    assert [text for text in huge if allows(text)] == ([] if shape.integer is False else huge)
+
+
 @pytest.mark.parametrize("value", [1, 0, -3, 1.5, 1e308, 1e-8, 1.25e-7, -2e16, 123456789012345678901234567890])
 def test_listed_values_in_every_usual_spelling(value):
     allows = matcher(Number(values=(Fraction(repr(value)) if isinstance(value, float) else Fraction(value),)))

@@ -2,7 +2,7 @@
 
 Where nothing is set, all of JSON's grammar is allowed. Otherwise numbers are written plainly (`-12.50`), `1.0` is a
 whole number, and `-0` is 0; between bounds, what is tiny or huge may also be written as `json.dumps` writes it
-(`1e-07`, `1.5e+300`).
+(`1e-07`, `1.5e+300`), as far as doubles go.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ ANY_NUMBER = cat(MINUS, ANY_WHOLE, ANY_FRACTION, repeat(cat(MARK, SIGN, repeat(D
 INTEGER = cat(MINUS, ANY_WHOLE, NO_FRACTION)
 TINY, HUGE = -5, 16
 """From these exponents on, `json.dumps` writes a float with an exponent."""
+
+LEAST, MOST = Fraction("5e-324"), Fraction("1.7976931348623157e308")
+"""The least and the largest double above 0, as they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,21 @@ def _magnitudes(bounds: Bounds, integer: bool, plain: bool) -> Regex:
         most = None if high is None else math.ceil(high) - 1 if bounds.high_open else math.floor(high)
         return cat(whole(least, most), NO_FRACTION)
     written = _decimals(bounds)
-    return written if plain else either(written, _with_exponent(bounds, None, TINY), _with_exponent(bounds, HUGE, None))
+    if plain:
+        return written
+    held = _held(bounds)
+    return either(written, _with_exponent(held, None, TINY), _with_exponent(held, HUGE, None))
+
+
+def _held(bounds: Bounds) -> Bounds:
+    """The part of which a double holds every number, if not exactly: beyond it, what is read as 0 or as infinity would
+    break the bounds."""
+    low, low_open, high, high_open = bounds.low, bounds.low_open, bounds.high, bounds.high_open
+    if low < LEAST:
+        low, low_open = LEAST, False
+    if high is None or high > MOST:
+        high, high_open = MOST, False
+    return Bounds(low, low_open, high, high_open)
 
 
 def _decimals(bounds: Bounds) -> Regex:
@@ -252,7 +269,8 @@ def _multiples(step: Fraction, where: str) -> Dfa:
     places = digits.places_of(step)
     modulus = int(step * 10**places)
     if modulus * (places + 1) > MAX_MODULUS * 4 or modulus > MAX_MODULUS:
-        raise refused(where, "multipleOf", f"{float(step):.17g} needs more than {MAX_MODULUS} remainders")
+        shown = f"{float(step):.17g}" if step < 10**300 else "a step beyond 1e300"
+        raise refused(where, "multipleOf", f"{shown} needs more than {MAX_MODULUS} remainders")
     start, signed, zero, end = -1, -2, -3, 0
     numbers: dict[tuple[int, int], int] = {}
     order: list[tuple[int, int]] = []
