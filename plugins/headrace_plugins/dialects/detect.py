@@ -25,7 +25,8 @@ class Known:
     markers: tuple[tuple[str, ...], ...] = ()
     """Texts of which a template has all of one tuple."""
     architectures: tuple[str, ...] = ()
-    """Of configs and of GGUF files. Only of models that all write alike."""
+    """Of configs and of GGUF files. Where several families have one, the name of the model decides, and without one
+    that is known, the last family."""
     names: tuple[str, ...] = ()
     """Parts of the model's name, in lower case."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,15 +46,33 @@ FAMILIES: tuple[Known, ...] = (
         names=("gemma-4", "gemma4"),
     ),
     Known("functiongemma", "gemma:FunctionGemma", markers=(("<start_function_call>",),), names=("functiongemma",)),
-    Known("mistral-id", "mistral:Mistral", markers=(("[TOOL_CALLS]", "[CALL_ID]"),), options={"form": "id"}),
+    Known(
+        "mistral-id",
+        "mistral:Mistral",
+        markers=(("[TOOL_CALLS]", "[CALL_ID]"),),
+        names=("mistral-small-3.2",),
+        options={"form": "id"},
+    ),
     Known(
         "mistral-thinking",
         "mistral:Mistral",
         markers=(("[TOOL_CALLS]", "[ARGS]", "[THINK]"),),
+        names=("magistral",),
         options={"form": "plain", "thinking": True},
     ),
-    Known("mistral-plain", "mistral:Mistral", markers=(("[TOOL_CALLS]", "[ARGS]"),), options={"form": "plain"}),
-    Known("mistral", "mistral:Mistral", markers=(("[TOOL_CALLS]",), ("[AVAILABLE_TOOLS]",))),
+    Known(
+        "mistral-plain",
+        "mistral:Mistral",
+        markers=(("[TOOL_CALLS]", "[ARGS]"),),
+        names=("ministral-3", "mistral-large-3", "devstral"),
+        options={"form": "plain"},
+    ),
+    Known(
+        "mistral",
+        "mistral:Mistral",
+        markers=(("[TOOL_CALLS]",), ("[AVAILABLE_TOOLS]",)),
+        names=("mistral-7b-instruct", "mistral-nemo", "mistral-small", "mistral-large", "ministral"),
+    ),
     Known(
         "lfm2",
         "lfm2:Lfm2",
@@ -106,6 +125,7 @@ FAMILIES: tuple[Known, ...] = (
         "deepseek-v3",
         "deepseek_calls:DeepseekV3",
         markers=(("<｜tool▁calls▁begin｜>", "```json"),),
+        names=("deepseek-v3-0324", "deepseek-r1-0528"),
         options={"fenced": True, "describe": True},
     ),
     Known("deepseek-v3.1-tools", "deepseek_calls:DeepseekV3", markers=(("<｜tool▁calls▁begin｜>", "tools"),)),
@@ -113,19 +133,28 @@ FAMILIES: tuple[Known, ...] = (
         "deepseek-v3.1",
         "deepseek_calls:DeepseekV3",
         markers=(("<｜tool▁calls▁begin｜>",),),
+        names=("deepseek-v3.1",),
         options={"describe": True},
     ),
     Known(
         "qwen-xml",
         "tagged_calls:QwenXML",
         markers=(("<function=", "<parameter="),),
-        architectures=("qwen35", "qwen35moe", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        architectures=(
+            "qwen35",
+            "qwen35moe",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3MoeForCausalLM",
+            "qwen3moe",
+        ),
         names=("qwen3-coder", "qwen3.5", "qwen3.6"),
     ),
     Known(
         "glm",
         "tagged_calls:GLM",
         markers=(("<arg_key>", "<tool_call>{function-name}\n"), ("<arg_key>", "'\\n<tool_call>'")),
+        architectures=("Glm4MoeForCausalLM", "glm4moe"),
         names=("glm-4.5", "glm-4.6"),
     ),
     Known(
@@ -155,7 +184,7 @@ FAMILIES: tuple[Known, ...] = (
         "hermes:Hermes",
         markers=(("<tool_call>",),),
         architectures=("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "qwen3", "qwen3moe", "qwen2"),
-        names=("hermes", "qwen"),
+        names=("hermes", "qwen", "granite-4"),
     ),
     Known("granite", "granite:Granite", markers=(("<|start_of_role|>",),), names=("granite-3",)),
     Known(
@@ -183,14 +212,14 @@ def detect(template: str, architecture: str = "", name: str = "", families: Seq[
         for markers in known.markers:
             if all(marker in template for marker in markers):
                 return known, f"the template has {' and '.join(repr(marker) for marker in markers)}"
-    for known in families:
-        if architecture and architecture in known.architectures:
-            return known, f"the architecture is {architecture}"
-    lower = name.lower()
-    for known in families:
-        for part in known.names:
-            if part in lower:
+    alike = [known for known in families if architecture and architecture in known.architectures]
+    for known in alike or families:
+        if part := next((part for part in known.names if part in name.lower()), ""):
+            if not alike:
                 return known, f"the model's name has '{part}'"
+            return known, f"the architecture is {architecture}, and the model's name has '{part}'"
+    if alike:
+        return alike[-1], f"the architecture is {architecture}"
     return families[-1], "neither template, architecture nor name tell of a family"
 
 

@@ -46,6 +46,33 @@ def test_the_template_counts_most_then_the_architecture_then_the_name() -> None:
     assert detect("", "llama", "smollm2.gguf")[0].name == "generic"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "family"),
+    [
+        ("Qwen3MoeForCausalLM", "Qwen3-30B-A3B", "hermes"),
+        ("qwen3moe", "Qwen3-Coder-30B-A3B-Instruct-Q4_K_M.gguf", "qwen-xml"),
+        ("qwen3moe", "finetune", "hermes"),
+        ("Glm4MoeForCausalLM", "GLM-4.5-Air", "glm"),
+        ("glm4moe", "GLM-4.7.gguf", "glm-compact"),
+        ("glm4moe", "", "glm-compact"),
+        ("Glm4MoeForCausalLM", "hermes", "glm-compact"),
+        ("MistralForCausalLM", "Mistral-7B-Instruct-v0.3", "mistral"),
+        ("MistralForCausalLM", "Hermes-2-Pro-Mistral-7B", "hermes"),
+        ("mistral3", "Ministral-3-8B-Instruct-2512", "mistral-plain"),
+        ("llama", "Ministral-8B-Instruct-2410", "mistral"),
+        ("Mistral3ForConditionalGeneration", "Mistral-Small-3.2-24B", "mistral-id"),
+        ("Mistral3ForConditionalGeneration", "Magistral-Small-2509", "mistral-thinking"),
+        ("DeepseekV3ForCausalLM", "DeepSeek-V3.1", "deepseek-v3.1"),
+        ("deepseek2", "DeepSeek-V3-0324", "deepseek-v3"),
+        ("DeepseekV3ForCausalLM", "Kimi-K2-Instruct", "kimi-k2"),
+        ("GraniteForCausalLM", "granite-3.3-2b-instruct", "granite"),
+        ("granitehybrid", "granite-4.0-h-tiny", "hermes"),
+    ],
+)
+def test_the_name_decides_between_those_of_one_architecture(architecture: str, name: str, family: str) -> None:
+    assert detect("", architecture, name)[0].name == family
+
+
 def test_markers_of_a_family_are_not_hidden_by_another() -> None:
     """Each set of markers finds a family, whatever stands before it in the table."""
     for known in FAMILIES:
