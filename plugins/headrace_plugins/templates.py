@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from datetime import datetime
 from functools import cached_property
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import nodes
@@ -121,15 +122,15 @@ class ChatTemplate:
         except _Refused as refusal:
             raise RequestError(
                 "HR-TEMPLATE-05",
-                f"{self.origin} refused the messages: {refusal}",
+                f"{self.origin} refused the messages{_place(refusal)}: {refusal}",
                 "change the order or roles of the messages, or use another template",
             ) from refusal
         except SecurityError as error:
-            raise self._error("03", f"tried to leave its sandbox: {error}") from error
+            raise self._error("03", f"tried to leave its sandbox{_place(error)}: {error}") from error
         except (LimitReached, OverflowError, MemoryError) as error:
-            raise self._error("04", f"was stopped: {error}") from error
+            raise self._error("04", f"was stopped{_place(error)}: {error}") from error
         except Exception as error:
-            raise self._error("06", f"failed: {type(error).__name__}: {str(error)[:300]}") from error
+            raise self._error("06", f"failed{_place(error)}: {type(error).__name__}: {str(error)[:300]}") from error
 
     def _collect(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
@@ -143,6 +144,13 @@ class ChatTemplate:
 
     def _error(self, number: str, what: str) -> ModelError:
         return ModelError(f"HR-TEMPLATE-{number}", f"{self.origin} {what}", _OVERRIDE)
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the template, where jinja2 noted one."""
+    frames = walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 class _Refused(TemplateError):

@@ -90,8 +90,15 @@ def test_error_texts_name_the_origin() -> None:
         ModelError, match=r"HR-TEMPLATE-01: the \[chat\] template has a syntax error in line 2: .*endfor"
     ):
         ChatTemplate("{% for x in y %}\n{% endif %}", "the [chat] template")
-    with pytest.raises(RequestError, match=r"HR-TEMPLATE-05: .*roles must alternate"):
-        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match=r"HR-TEMPLATE-05: .*refused the messages in line 3: roles must alternate"):
+        render("a\n\n{{ raise_exception('roles must alternate') }}")
+    for source, line in (
+        ("\n{{ x.y.z }}", 2),
+        ("{{ ''.__class__ }}", 1),
+        ("{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}{{ f() }}", 3),
+    ):
+        with pytest.raises(ModelError, match=f"HR-TEMPLATE-0[36]: .* in line {line}: "):
+            render(source)
 
 
 # --- hostile templates -----------------------------------------------------------------------------------------------
