@@ -38,6 +38,8 @@ MAX_COPIES = 64
 """Of a repeated part with assertions that is written out."""
 MAX_SIZE = 200_000
 """Parts of the regular expression that a pattern becomes."""
+MAX_STEPS = 50_000
+"""Parts of a pattern that are worked out, copies counted: repetitions with assertions inside each other multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,14 @@ def resolve(node: Node, *, search: bool, word: Chars, refuse: Refuse) -> Regex:
     """The texts that a pattern matches as a whole, or, with `search`, in which it is found.
 
     word: the word characters of its dialect. refuse: makes the error for what can't be resolved, from what and where.
+    Raises that, and RequestError HR-CONSTRAINT-04 for assertions that multiply.
     """
     if search:
         node = Series.of([ANY_TEXT, node])
-    return _Resolver(word, refuse).before(node, _Rest.same(ANY_TEXT if search else EMPTY)).start
+    try:
+        return _Resolver(word, refuse).before(node, _Rest.same(ANY_TEXT if search else EMPTY)).start
+    except RecursionError:
+        raise _too_big("becomes a regular expression that is nested too deep") from None
 
 
 class _Resolver:
@@ -144,9 +150,13 @@ class _Resolver:
         self._other = inverted(word)
         self._refuse = refuse
         self._sizes: dict[int, tuple[Regex, int]] = {}
+        self._n_steps = 0
 
     def before(self, node: Node, rest: _Rest) -> _Rest:
         """What matches `node` and then what the rest says."""
+        self._n_steps += 1
+        if self._n_steps > MAX_STEPS:
+            raise _too_big(f"takes more than {MAX_STEPS:,} steps")
         match node:
             case Series(parts):
                 for part in reversed(parts):
@@ -231,11 +241,7 @@ class _Resolver:
     def _checked(self, rest: _Rest) -> _Rest:
         for regex in (rest.start, rest.word, rest.other):
             if self._size(regex) > MAX_SIZE:
-                raise RequestError(
-                    "HR-CONSTRAINT-04",
-                    f"a pattern with assertions becomes a regular expression of more than {MAX_SIZE:,} parts",
-                    "write fewer anchors and lookaheads inside of groups",
-                )
+                raise _too_big(f"becomes a regular expression of more than {MAX_SIZE:,} parts")
         return rest
 
     def _size(self, regex: Regex) -> int:
@@ -252,6 +258,14 @@ class _Resolver:
                 size = 1
         self._sizes[id(regex)] = (regex, size)
         return size
+
+
+def _too_big(what: str) -> RequestError:
+    return RequestError(
+        "HR-CONSTRAINT-04",
+        f"a pattern with assertions {what}",
+        "write fewer anchors and lookaheads inside of groups",
+    )
 
 
 _Anchored = dict[tuple[bool, bool], Regex]
