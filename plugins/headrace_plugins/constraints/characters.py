@@ -75,6 +75,10 @@ def common(a: Chars, b: Chars) -> Chars:
     return inverted(joined((inverted(a), inverted(b))))
 
 
+def holds(of: Chars, char: str) -> bool:
+    return any(low <= ord(char) <= high for low, high in of.ranges)
+
+
 def class_of(letter: str, dialect: Dialect) -> Chars:
     r"""The set of \d, \w, \s and, in upper case, of what they leave out. In the Python dialect they are those of
     re.ASCII: who asks for \d to be written wants 0 to 9."""

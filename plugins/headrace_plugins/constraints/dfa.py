@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rules, Rx, Seq
-from headrace_plugins.constraints.regex import EMPTY, NOTHING, Regex, cat, chars, either, repeat
+from headrace_plugins.constraints.regex import EMPTY, NOTHING, Regex, cat, chars, either, n_parts, repeat
 
 Edge = tuple[int, int, int]
 """(first code point, last code point, target)."""
@@ -155,19 +155,11 @@ def regex_of(dfa: Dfa, limit: int = 2_000) -> Regex | None:
                 way = cat(to, around, over)
                 arrows[source][target] = either(arrows[source].get(target, NOTHING), way)
                 back[target].add(source)
-                if _size(arrows[source][target]) > limit:
+                if n_parts(arrows[source][target]) > limit:
                     return None
         for target in row:
             back[target].discard(state)
     return arrows[-1].get(end, NOTHING)
-
-
-def _size(regex: Regex) -> int:
-    parts = getattr(regex, "parts", None) or getattr(regex, "choices", None)
-    if parts is None:
-        body = getattr(regex, "body", None)
-        parts = () if body is None else (body,)
-    return 1 + sum(map(_size, parts))
 
 
 def rules_of(dfa: Dfa, prefix: str, *, left: bool = False) -> Rules:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import MAX_STATES, automaton
 from headrace_plugins.constraints.dfa import Dfa, regex_of, rules_of
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
+from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special, counts
 from headrace_plugins.constraints.regex import NOTHING, And, Cat, Chars, Not, Or, Regex, Repeat, cat, either, repeat
 from headrace_plugins.constraints.trimming import EMPTY_EXPR, too_deep, trimmed
 
@@ -140,13 +140,6 @@ class _Printer:
 
 def quoted(text: str) -> str:
     return '"' + "".join(char if " " <= char <= "~" and char not in '"\\' else _char(ord(char)) for char in text) + '"'
-
-
-def counts(least: int, most: int | None) -> str:
-    signs = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
-    if (least, most) in signs:
-        return signs[least, most]
-    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
 
 
 def _char(point: int) -> str:

@@ -6,20 +6,7 @@ from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import literal_text
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
-from headrace_plugins.constraints.regex import (
-    EMPTY,
-    And,
-    Cat,
-    Chars,
-    Not,
-    Or,
-    Regex,
-    Repeat,
-    cat,
-    either,
-    literal,
-    repeat,
-)
+from headrace_plugins.constraints.regex import EMPTY, Regex, cat, either, literal, n_parts, repeat
 from headrace_plugins.constraints.trimming import post_order
 
 MAX_SIZE = 400
@@ -38,7 +25,7 @@ def folded(rules: Rules) -> Rules:
         body = _folded(rules.rules[name], plain)
         bodies[name] = body
         regex = _regex(body, plain)
-        if regex is not None and _size(regex) <= MAX_SIZE:
+        if regex is not None and n_parts(regex) <= MAX_SIZE:
             plain[name] = regex
     kept = set(post_order(bodies, rules.start)[0])
     return Rules(rules.start, {name: bodies[name] for name in rules.rules if name in kept})
@@ -53,7 +40,7 @@ def _folded(body: Expr, plain: Mapping[str, Regex]) -> Expr:
             result: list[Expr] = []
             for part in (_folded(each, plain) for each in parts):
                 regex, before = _regex(part, plain), _regex(result[-1], plain) if result else None
-                if regex is not None and before is not None and _size(regex) + _size(before) <= MAX_SIZE:
+                if regex is not None and before is not None and n_parts(regex) + n_parts(before) <= MAX_SIZE:
                     result[-1] = _leaf(cat(before, regex))
                 else:
                     result.append(part)
@@ -68,7 +55,7 @@ def _folded(body: Expr, plain: Mapping[str, Regex]) -> Expr:
 
 def _folded_choices(choices: list[Expr], plain: Mapping[str, Regex]) -> Expr:
     regexes = [regex for regex in (_regex(choice, plain) for choice in choices) if regex is not None]
-    if len(regexes) < 2 or sum(map(_size, regexes)) > MAX_SIZE:
+    if len(regexes) < 2 or sum(map(n_parts, regexes)) > MAX_SIZE:
         return Alt(tuple(choices))
     others = [choice for choice in choices if _regex(choice, plain) is None]
     return Alt((_leaf(either(*regexes)), *others))
@@ -97,7 +84,7 @@ def _regex(body: Expr, plain: Mapping[str, Regex]) -> Regex | None:
                 found = _regex(part, plain)
                 if found is None:
                     return None
-                size += _size(found)
+                size += n_parts(found)
                 regexes.append(found)
             if size > MAX_SIZE:
                 return None
@@ -107,13 +94,3 @@ def _regex(body: Expr, plain: Mapping[str, Regex]) -> Regex | None:
             return None if each is None else repeat(each, least, most)
         case _:
             return None
-
-
-def _size(regex: Regex) -> int:
-    match regex:
-        case Chars():
-            return 1
-        case Cat(parts) | Or(parts) | And(parts):
-            return 1 + sum(map(_size, parts))
-        case Repeat(body) | Not(body):
-            return 1 + _size(body)

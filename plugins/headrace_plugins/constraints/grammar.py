@@ -75,3 +75,11 @@ class Rules:
 
     start: str
     rules: Mapping[str, Expr]
+
+
+def counts(least: int, most: int | None) -> str:
+    """The bounds of a repetition behind what is repeated, as Lark, EBNF and regexes write them: `*`, `{2,5}`."""
+    signs = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    if (least, most) in signs:
+        return signs[least, most]
+    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import literal_text, nullable
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
+from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special, counts
 from headrace_plugins.constraints.lexemes import lexical
 from headrace_plugins.constraints.regex import ANY_CHAR, EMPTY, And, Cat, Chars, Not, Or, Regex, Repeat
 from headrace_plugins.constraints.trimming import post_order, shallow, some, too_deep, trimmed
@@ -194,13 +194,6 @@ class _Printer:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def counts(least: int, most: int | None) -> str:
-    signs = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
-    if (least, most) in signs:
-        return signs[least, most]
-    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
 
 
 def _runs(parts: tuple[Regex, ...]) -> list[Regex]:

@@ -128,3 +128,14 @@ def repeat(body: Regex, least: int = 0, most: int | None = None) -> Regex:
     if body == NOTHING:
         return NOTHING
     return body if (least, most) == (1, 1) else Repeat(body, least, most)
+
+
+def n_parts(regex: Regex) -> int:
+    """How large a tree is. Shared parts count as often as they stand there."""
+    match regex:
+        case Chars():
+            return 1
+        case Cat(parts) | Or(parts) | And(parts):
+            return 1 + sum(map(n_parts, parts))
+        case Repeat(body) | Not(body):
+            return 1 + n_parts(body)

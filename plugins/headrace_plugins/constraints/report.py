@@ -10,7 +10,8 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.types import Grammar
 from headrace_plugins.constraints.compiling import Compiler, Work, write_loosely
 from headrace_plugins.constraints.options import ConstraintOptions
-from headrace_plugins.constraints.schema.drafts import DRAFTS, Draft, draft_of
+from headrace_plugins.constraints.schema.documents import steps, subschemas
+from headrace_plugins.constraints.schema.drafts import DRAFTS, Draft, draft_of, is_form
 from headrace_plugins.constraints.texts import read_json
 from headrace_plugins.constraints.vocabulary import Vocabulary
 
@@ -84,27 +85,14 @@ def _keywords(schema: object, options: ConstraintOptions) -> Iterator[tuple[str,
         draft = draft_of(each["$schema"]) or draft if isinstance(each.get("$schema"), str) else draft
         inner: list[tuple[object, str, Draft]] = []
         for keyword, value in each.items():
-            at = f"{pointer}/{_escaped(keyword)}"
+            at = f"{pointer}{steps(keyword)}"
             form = draft.forms.get(keyword)
             annotates = keyword == "format" and options.format == "annotation" and not draft.asserts_format
             yield keyword, at, form is not None and not annotates and keyword not in _NAMING
-            inner += [(part, f"{at}{below}", draft) for part, below in _parts(form, value)]
+            if form is not None and is_form(form, value):
+                inner += [(part, f"{at}{steps(*keys)}", draft) for part, keys in subschemas(form, value)]
         waiting += reversed(inner)
 
 
 _NAMING = ("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment")
 """Keywords that name schemas, or hold them for others."""
-
-
-def _parts(form: str | None, value: object) -> Iterator[tuple[object, str]]:
-    """The schemas that a keyword holds, each with its JSON pointer behind the keyword's."""
-    if form in ("schema", "schema_or_flag") or (form == "items" and isinstance(value, dict)):
-        yield value, ""
-    elif form in ("schemas", "items") and isinstance(value, list):
-        yield from ((part, f"/{i}") for i, part in enumerate(value))
-    elif form in ("schema_map", "dependencies") and isinstance(value, dict):
-        yield from ((part, f"/{_escaped(name)}") for name, part in value.items())
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, RequestError
+from headrace_plugins.constraints.schema.documents import steps
 from headrace_plugins.constraints.vocabulary import Vocabulary
 from headrace_plugins.constraints.walks import Forced, Program, Walk
 
@@ -103,12 +104,8 @@ class _CheckedWalk(Walk):
             return RequestError("HR-CONSTRAINT-09", message, "the value is in the output, unchecked")
         if error is None:
             return None
-        pointer = "#" + "".join(f"/{_escaped(part)}" for part in error.absolute_path)
+        pointer = f"#{steps(*error.absolute_path)}"
         return RequestError(
             "HR-CONSTRAINT-09", f"the finished value breaks '{error.validator}' at {pointer}: {error.message}",
             "ask again, or write the schema so that masks can enforce it",
         )  # fmt: skip
-
-
-def _escaped(part: Any) -> str:
-    return str(part).replace("~", "~0").replace("/", "~1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from headrace_plugins.constraints.schema.limits import invalid, refused
+from headrace_plugins.constraints.schema.limits import Refusal, invalid
 
 Form = Literal[
     "schema", "schemas", "schema_map", "items", "dependencies", "schema_or_flag", "type", "list", "count", "number",
@@ -132,7 +132,7 @@ def with_vocabulary(draft: Draft, vocabulary: Mapping[str, object], pointer: str
         if name in groups:
             kept |= groups[name]
         elif required and name not in silent:
-            raise refused(pointer, "$vocabulary", f"the vocabulary {uri} is unknown")
+            raise Refusal(pointer, "$vocabulary", f"the vocabulary {uri} is unknown")
     forms = MappingProxyType({keyword: form for keyword, form in draft.forms.items() if keyword in kept})
     return Draft(
         draft.name, draft.uri, forms,
@@ -160,7 +160,7 @@ _WANTED: Mapping[str, str] = {
 def check_form(form: Form, value: object, pointer: str) -> None:
     """Raises HR-CONSTRAINT-02 when a keyword's value at `pointer` is of the wrong form (schemas inside are not looked
     at)."""
-    if not _is_form(form, value):
+    if not is_form(form, value):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         help = ""
@@ -169,7 +169,8 @@ def check_form(form: Form, value: object, pointer: str) -> None:
         raise invalid(pointer, f"{shown} is not {_WANTED[form]}", help)
 
 
-def _is_form(form: Form, value: object) -> bool:
+def is_form(form: Form, value: object) -> bool:
+    """Whether a keyword's value is of its form; schemas inside are not looked at."""
     number = isinstance(value, (int, float)) or type(value).__name__ == "Decimal"
     number = number and not isinstance(value, bool)
     match form:
@@ -197,4 +198,4 @@ def _is_form(form: Form, value: object) -> bool:
         case "names":
             return isinstance(value, list) and all(isinstance(name, str) for name in value)
         case "names_map":
-            return isinstance(value, dict) and all(_is_form("names", names) for names in value.values())
+            return isinstance(value, dict) and all(is_form("names", names) for names in value.values())

@@ -47,10 +47,6 @@ class Refusal(RequestError):
         self.pointer, self.keyword, self.why = pointer, keyword, why
 
 
-def refused(pointer: str, keyword: str, why: str) -> Refusal:
-    return Refusal(pointer, keyword, why)
-
-
 def exceeded(what: str, limit: str, most: int) -> RequestError:
     """`limit`: a field of SchemaLimits."""
     option = "max_nesting" if limit == "depth" else f"schema_{limit}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace_plugins.constraints.automata import matches, overlap
 from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rep, Seq
 from headrace_plugins.constraints.regex import NOTHING, Regex, both, either
+from headrace_plugins.constraints.schema.objects import Others
 from headrace_plugins.constraints.schema.shapes import Node, Object, Property
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 MAX_STATES = 20_000
 """Of one object: members so far and what they have fulfilled."""
 EMPTY = Seq(())
-Others = tuple[tuple[Regex, Node], ...]
 
 
 def write_object(writer: Writer, shape: Object, node: Node, frame: Frame) -> Expr:
@@ -101,7 +101,7 @@ class _Counting:
     def _check(self) -> None:
         needed = sum(each.required for each in self._named)
         if self._others and self._shape.least > needed + 1:
-            why = f"{self._shape.least} members of any name may be one that is written {self._shape.least} times"
+            why = "so many members of any name may be one that is written several times"
             raise self._writer.refused(self._node, "minProperties", why)
         # Members of other names are counted by repetition, unless they have something to fulfil.
         counts = self._enough if self._all else min(self._enough, len(self._named))

@@ -27,7 +27,7 @@ from headrace_plugins.constraints.regex import (
 )
 from headrace_plugins.constraints.schema import digits
 from headrace_plugins.constraints.schema.digits import DIGIT, POSITIVE, ZEROS, between_fractions, whole
-from headrace_plugins.constraints.schema.limits import refused
+from headrace_plugins.constraints.schema.limits import Refusal
 from headrace_plugins.constraints.schema.scalars import has_number
 from headrace_plugins.constraints.schema.shapes import Number
 
@@ -163,7 +163,7 @@ def _sides(shape: Number, where: str) -> tuple[Bounds, Bounds]:
     for each in (above, below):
         for bound in (each.low, each.high or zero):
             if len(str(bound.numerator)) > MAX_DIGITS or len(str(bound.denominator)) > MAX_DIGITS:
-                raise refused(where, "minimum or maximum", f"it has more than {MAX_DIGITS} digits")
+                raise Refusal(where, "minimum or maximum", f"it has more than {MAX_DIGITS} digits")
     return above, below
 
 
@@ -270,7 +270,7 @@ def _multiples(step: Fraction, where: str) -> Dfa:
     modulus = int(step * 10**places)
     if modulus * (places + 1) > MAX_MODULUS * 4 or modulus > MAX_MODULUS:
         shown = f"{float(step):.17g}" if step < 10**300 else "a step beyond 1e300"
-        raise refused(where, "multipleOf", f"{shown} needs more than {MAX_MODULUS} remainders")
+        raise Refusal(where, "multipleOf", f"{shown} needs more than {MAX_MODULUS} remainders")
     start, signed, zero, end = -1, -2, -3, 0
     numbers: dict[tuple[int, int], int] = {}
     order: list[tuple[int, int]] = []
@@ -342,7 +342,7 @@ def _product(machines: list[tuple[Dfa, bool]], where: str) -> Dfa:
                 numbers[following] = len(order)
                 order.append(following)
                 if len(order) > MAX_STATES:
-                    raise refused(where, "multipleOf", f"between these bounds it needs more than {MAX_STATES} states")
+                    raise Refusal(where, "multipleOf", f"between these bounds it needs more than {MAX_STATES} states")
             row.append((point, point, numbers[following]))
         edges.append(row)
     return minimised(accepting, edges)

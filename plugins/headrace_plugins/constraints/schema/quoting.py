@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace_plugins.constraints.characters import common, inverted
+from headrace_plugins.constraints.characters import common, holds, inverted
 from headrace_plugins.constraints.regex import (
     ANY_TEXT,
     NOTHING,
@@ -114,14 +114,10 @@ class Speller:
     def _spell_set(self, of: Chars) -> Regex:
         if not of.ranges:
             return NOTHING
-        letters = [letter for char, letter in self.quoting.short if _holds(of, ord(char))]
+        letters = [letter for char, letter in self.quoting.short if holds(of, char)]
         numbers = _json_numbers(of) if self.quoting.numbers == "json" else _python_numbers(of)
         short = chars((ord(letter), ord(letter)) for letter in letters)
         return either(common(of, self.quoting.raw), cat(literal("\\"), either(short, numbers)))
-
-
-def _holds(of: Chars, point: int) -> bool:
-    return any(low <= point <= high for low, high in of.ranges)
 
 
 def _json_numbers(of: Chars) -> Regex:
@@ -132,13 +128,12 @@ def _json_numbers(of: Chars) -> Regex:
             pairs.setdefault(second, []).append(first)
     # Characters of different ranges may share a first half.
     astral = [
-        cat(literal("u"), _hex(chars_of_halves(firsts), 4), literal("\\u"), _hex(second, 4))
-        for second, firsts in pairs.items()
+        cat(literal("u"), _hex(_merged(firsts), 4), literal("\\u"), _hex(second, 4)) for second, firsts in pairs.items()
     ]
     return either(basic, *astral)
 
 
-def chars_of_halves(ranges: Sequence[tuple[int, int]]) -> Ranges:
+def _merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
     """Merged ranges; unlike `chars`, of surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):

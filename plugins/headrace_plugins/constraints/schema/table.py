@@ -29,7 +29,7 @@ from headrace_plugins.constraints.schema.expressions import (
 )
 from headrace_plugins.constraints.schema.formats import NARROW
 from headrace_plugins.constraints.schema.languages import Languages
-from headrace_plugins.constraints.schema.limits import Budget, exceeded, invalid, refused
+from headrace_plugins.constraints.schema.limits import Budget, Refusal, exceeded, invalid
 from headrace_plugins.constraints.schema.objects import finished
 from headrace_plugins.constraints.schema.shapes import Node, Object, String
 
@@ -324,7 +324,7 @@ class Table:
     def drop(self, pointer: str, keyword: str, why: str) -> None:
         """A keyword of the schema at `pointer` can't be kept. Raises HR-CONSTRAINT-03, or notes it when lenient."""
         if not self.lenient:
-            raise refused(pointer, keyword, why)
+            raise Refusal(pointer, keyword, why)
         problem = (pointer, keyword, why)
         if problem not in self.problems:
             self.problems.append(problem)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import contains_operators, is_empty
+from headrace_plugins.constraints.characters import holds
 from headrace_plugins.constraints.dfa import Dfa, rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.regex import (
@@ -26,7 +27,7 @@ from headrace_plugins.constraints.regex import (
     repeat,
 )
 from headrace_plugins.constraints.schema import elements, members
-from headrace_plugins.constraints.schema.limits import SchemaLimits, exceeded, refused
+from headrace_plugins.constraints.schema.limits import Refusal, SchemaLimits, exceeded
 from headrace_plugins.constraints.schema.notation import IDENTIFIER, Notation, blanks_of, notation_of
 from headrace_plugins.constraints.schema.numbers import number_language
 from headrace_plugins.constraints.schema.quoting import Speller
@@ -109,6 +110,8 @@ class Writer:
         self._waiting: list[Node] = []
         self._machines: dict[Dfa, Expr] = {}
         self._names: dict[str, Expr] = {}
+        self._never: str | None = None
+        """What no string, and no name, may hold as it is written."""
 
     def _frame(self, open: str, close: str, blanks: Regex) -> Frame:
         whole = Rx(cat(literal(open), blanks, literal(close)), sure=True)
@@ -124,6 +127,7 @@ class Writer:
             case "keywords":
                 body = self._keywords(root)
             case "raw":
+                self._never = until
                 body = self._raw(root, until)
         self.rules[start] = body
         while self._waiting:
@@ -144,7 +148,7 @@ class Writer:
         return Ref(name)
 
     def refused(self, node: Node, keyword: str, why: str) -> RequestError:
-        return refused(self.table.where(node), keyword, why)
+        return Refusal(self.table.where(node), keyword, why)
 
     def _node_name(self, node: Node) -> str:
         return f"{self._prefix}n{node}"
@@ -232,7 +236,11 @@ class Writer:
             for speller in self._spellers
             for shape in shapes
         ]
-        return Rx(either(*written), sure=bool(written))
+        return Rx(self._kept(either(*written)), sure=bool(written))
+
+    def _kept(self, written: Regex) -> Regex:
+        """Without the texts of which a reader would take a part for the end; every text has another spelling."""
+        return both(written, without(self._never)) if self._never else written
 
     def text(self, text: str) -> Expr:
         """One string."""
@@ -257,11 +265,12 @@ class Writer:
             return Rx(literal(f"{name}="), sure=True)
         bare = self.notation.bare_names
         if bare is not None:
-            if not name or any(not _holds(bare.ranges, ord(char)) for char in name):
+            if not name or not all(holds(bare, char) for char in name):
                 raise self.refused(node, "properties", f"{name!r} can't be a name in notation {self.notation.name}")
             found = cat(literal(name), self._colon)
         else:
             found = either(*(cat(speller.quoted_text(name), self._colon) for speller in self._spellers))
+            found = self._kept(found) if self._never and self._never in name else found
         self._names[name] = Rx(found, sure=True)
         return self._names[name]
 
@@ -272,7 +281,8 @@ class Writer:
         bare = self.notation.bare_names
         if bare is not None:
             return Rx(cat(both(names, repeat(bare, 1)), self._colon), sure=True)
-        return Rx(either(*(cat(speller.quoted(names), self._colon) for speller in self._spellers)), sure=True)
+        found = either(*(cat(speller.quoted(names), self._colon) for speller in self._spellers))
+        return Rx(self._kept(found), sure=True)
 
     # roots
 
@@ -321,10 +331,6 @@ def _texts(shapes: list[String]) -> Regex:
     return either(
         *(either(*map(literal, shape.values)) if shape.values is not None else shape.language for shape in shapes)
     )
-
-
-def _holds(ranges: Iterable[tuple[int, int]], point: int) -> bool:
-    return any(low <= point <= high for low, high in ranges)
 
 
 def without(text: str) -> Regex:
