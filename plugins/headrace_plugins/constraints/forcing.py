@@ -27,7 +27,8 @@ Ids = tuple[int, ...]
 
 
 class Spelling:
-    """The tokens of forced text, kept by text; shared by the grammars of one vocabulary. Engine threads only."""
+    """The tokens of forced text, kept by text; shared by the grammars of one vocabulary. Any thread: what
+    two work out at once is the same."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -50,10 +51,11 @@ class Spelling:
 
     def _spell(self, text: bytes, closed: bool) -> tuple[Ids, bool]:
         """(tokens, are they all of the text?). closed: a special token follows, so nothing can join its end."""
-        key = (text, closed)
+        whole = closed and len(text) <= MOST_BYTES
+        key = (text[:MOST_BYTES], whole)
         ids = self._kept.get(key)
         if ids is None:
-            ids = self._encode(text[:MOST_BYTES], closed and len(text) <= MOST_BYTES)
+            ids = self._encode(*key)
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
             self._kept[key] = ids

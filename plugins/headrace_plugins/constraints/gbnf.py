@@ -30,7 +30,8 @@ from headrace_plugins.constraints.regex import (
     literal,
 )
 
-Notation = Literal["gbnf", "ebnf"]
+Dialect = Literal["gbnf", "ebnf"]
+_ROOT = "root"
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 _MORE_ESCAPES = {"'": "'", "?": "?", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "e": "\x1b"}
 _HEX = "0123456789abcdefABCDEF"
@@ -48,28 +49,24 @@ class GrammarLimits:
 
 def read_gbnf(
     text: str,
-    dialect: Notation = "gbnf",
+    dialect: Dialect = "gbnf",
     *,
-    root: str = "root",
     tokens: Mapping[int, str] | None = None,
     limits: GrammarLimits | None = None,
 ) -> Rules:
     """Read a grammar.
 
-    root: the rule that the text has to match. tokens: id -> name, for special tokens written by number.
+    The text has to match the rule `root`. tokens: id -> name, for special tokens written by number.
     Raises RequestError with line and column: HR-CONSTRAINT-02 not a grammar, HR-CONSTRAINT-03 not supported,
     HR-CONSTRAINT-04 a limit is exceeded.
     """
-    return folded(_Reader(text, dialect, root, tokens or {}, limits or GrammarLimits()).rules())
+    return folded(_Reader(text, dialect, tokens or {}, limits or GrammarLimits()).rules())
 
 
 class _Reader:
-    def __init__(
-        self, text: str, dialect: Notation, root: str, tokens: Mapping[int, str], limits: GrammarLimits
-    ) -> None:
+    def __init__(self, text: str, dialect: Dialect, tokens: Mapping[int, str], limits: GrammarLimits) -> None:
         self.text = text
         self.dialect = dialect
-        self.root = root
         self.tokens = tokens
         self.limits = limits
         self.at = 0
@@ -150,13 +147,13 @@ class _Reader:
                 raise self._error("04", f"more than {self.limits.rules:,} rules", start)
             self.space()
         self._check(bodies)
-        return Rules(self._rule_name(self.root), bodies)
+        return Rules(self._rule_name(_ROOT), bodies)
 
     def _check(self, bodies: Mapping[str, Expr]) -> None:
-        if self.root not in self.known or self.known[self.root] not in bodies:
+        if _ROOT not in self.known or self.known[_ROOT] not in bodies:
             if not bodies:
                 raise self.wrong("no rules", 0)
-            raise self.wrong(f"no rule {self.root!r}", 0)
+            raise self.wrong(f"no rule {_ROOT!r}", 0)
         for written, at in self.uses.items():
             if self.known[written] not in bodies:
                 names = [each for each, name in self.known.items() if name in bodies]
@@ -354,12 +351,12 @@ class _Reader:
             return ord(char)
         kind = self.peek()
         self.at += 1
-        if kind in _ESCAPES and kind:
+        if kind in _ESCAPES:
             return ord(_ESCAPES[kind])
-        if kind in _MORE_ESCAPES and kind and self.dialect == "ebnf":
+        if kind in _MORE_ESCAPES and self.dialect == "ebnf":
             return ord(_MORE_ESCAPES[kind])
         lengths = {"x": 2, "u": 4, "U": 8}
-        if kind not in lengths or not kind:
+        if kind not in lengths:
             raise self.wrong(f"\\{kind} is no escape", start)
         length = lengths[kind]
         if kind == "x" and self.dialect == "ebnf":  # takes every digit that follows

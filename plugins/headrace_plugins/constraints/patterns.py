@@ -245,7 +245,7 @@ class _Reader:
                 self.any_case = on
             elif flag == "s":
                 self.dot_all = on
-            elif flag in ("m", "x", "a", "u", "L") and flag:
+            elif flag in ("m", "x", "a", "u", "L"):
                 raise self.unsupported(f"flag {flag!r}", start)
             else:
                 raise self.wrong("not a group", start)
@@ -273,7 +273,7 @@ class _Reader:
         if char == "b" or char == "B":
             self.at += 1
             return Edge("word" if char == "b" else "no word", start)
-        if self.dialect == "python" and char in ("A", "Z") and char:
+        if self.dialect == "python" and char in ("A", "Z"):
             self.at += 1
             return Edge("start" if char == "A" else "end", start)
         if char.isdigit() and char != "0":

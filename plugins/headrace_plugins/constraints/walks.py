@@ -7,12 +7,10 @@ A `Program` is a grammar that an engine compiled, a `Walk` the state of one text
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError
-from headrace_plugins.constraints.grammar import Rules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +69,3 @@ class Program(ABC):
     @abstractmethod
     def size_bytes(self) -> int:
         """Memory held, measured or estimated from above."""
-
-
-CompileRules = Callable[[Rules], Program]
-"""Compiles part of a grammar for the engine that serves the whole of it. Raises RequestError."""
