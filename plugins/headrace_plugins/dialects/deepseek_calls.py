@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.dialogue import Message, Tool, ToolChoice
 from headrace_plugins.dialects.family import Expression, Family, any_of, function_of, repeated
-from headrace_plugins.dialects.parameters import ParameterReader, arguments_expression, types_of, value_of
+from headrace_plugins.dialects.parameters import ParameterReader, arguments_expression, narrowed, types_of, value_of
 from headrace_plugins.dialects.reading import NAME_CHARS, Broken, CallReader, Steps, quoted
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -175,11 +175,11 @@ class Dsml(Family):
         types = types_of(schema)
         values: list[Expression] = []
         if "string" in types:
-            text = schema if types == {"string"} else _narrowed(schema, ["string"])
+            text = schema if types == {"string"} else narrowed(schema, ["string"])
             values.append({"seq": ['true">', value_of(text, end)]})
         if types != {"string"}:
             others = sorted(types - {"string"})
-            value = schema if "string" not in types else _narrowed(schema, others)
+            value = schema if "string" not in types else narrowed(schema, others)
             values.append({"seq": ['false">', {"schema": value}]})
         return {"seq": [f'{self._open}parameter name="', key, '" string="', any_of(values), f"{end}\n"]}
 
@@ -242,14 +242,6 @@ class DsmlCalls(ParameterReader):
         if not name:
             raise Broken
         return name
-
-
-def _narrowed(schema: Any, types: list[str]) -> Any:
-    """The schema for values of these types only."""
-    if not isinstance(schema, Mapping):
-        return {"type": types}
-    more = schema.get("allOf")
-    return {**schema, "allOf": [*(more if isinstance(more, list) else ()), {"type": types}]}
 
 
 def _with_texts(message: Mapping[str, Any]) -> Message:

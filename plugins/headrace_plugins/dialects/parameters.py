@@ -6,13 +6,15 @@ One by one means: which arguments there are must be plain from the schema, so no
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from headrace.errors import RequestError
-from headrace_plugins.dialects.family import Expression
+from headrace_plugins.dialects.family import Expression, any_of
 from headrace_plugins.dialects.reading import Broken, CallReader, Cursor, Ended, Steps, is_name, quoted
 from headrace_plugins.dialects.values import WORDS, python_value
 
@@ -178,11 +180,46 @@ def _escaped(name: str) -> str:
 # --- grammar ---------------------------------------------------------------------------------------------------------
 
 
-def value_of(schema: Schema, end: str) -> Expression:
-    """A value as these formats write it, followed by `end`, which no string may hold."""
-    if types_of(schema) == {"string"} and set(schema) <= {"type", "description", "title", "default", "examples"}:
+def value_of(schema: Schema, end: str, mark: str = "") -> Expression:
+    """A value as these formats write it, followed by `end`, which no string may hold. mark: what readers end it at,
+    which it may not hold either; "": the same.
+
+    Where a string may stand beside other values, it is none that `json_of` would take for one of their types.
+    """
+    types, mark = types_of(schema), mark or end
+    if types == {"string"} and mark == end and set(schema) <= {"type", "description", "title", "default", "examples"}:
         return {"until": end}
-    return {"schema": schema, "notation": "raw", "until": end}
+    values: list[Expression] = []
+    if "string" in types:
+        looks = [re.escape(mark)] if mark != end else []
+        looks += [f"^{_BLANKS}*(?:{look}){_BLANKS}*$" for kind, look in _LOOKS.items() if kind in types]
+        text = narrowed(schema, ["string"], *({"not": {"pattern": look}} for look in looks))
+        values.append({"schema": text, "notation": "raw", "until": end})
+    if types != {"string"}:
+        others = narrowed(schema, sorted(types - {"string"})) if "string" in types else schema
+        values.append({"schema": others, "notation": "raw", "until": mark})
+    return any_of(values)
+
+
+_BLANKS = r"[\s\x1c-\x1f\x85]"
+_LOOKS = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
+    "array": r"\[[^]*\]",
+    "object": r"\{[^]*\}",
+}
+"""Type -> texts that may be read as one of its values."""
+_SHARED = frozenset({"$schema", "$defs", "definitions"})
+
+
+def narrowed(schema: Schema, types: Seq[str], *more: Schema) -> Schema:
+    """The schema for values of these types only, of which more holds."""
+    if not isinstance(schema, Mapping):
+        return {"allOf": [schema if isinstance(schema, bool) else {}, {"type": types}, *more]}
+    # beside "$ref", drafts up to 7 ignore all else
+    shared = {key: value for key, value in schema.items() if key in _SHARED}
+    return {**shared, "allOf": [{k: v for k, v in schema.items() if k not in _SHARED}, {"type": types}, *more]}
 
 
 def arguments_expression(

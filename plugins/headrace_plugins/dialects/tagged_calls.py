@@ -48,7 +48,8 @@ class QwenXML(Family):
 
 def _qwen_function(name: str, schema: Mapping[str, Any]) -> Expression:
     def write(key: Expression, value: Schema) -> Expression:
-        return {"seq": ["<parameter=", key, ">\n", value_of(value, "\n</parameter>"), "\n</parameter>\n"]}
+        written = value_of(value, "\n</parameter>", "</parameter>")
+        return {"seq": ["<parameter=", key, ">\n", written, "\n</parameter>\n"]}
 
     arguments = arguments_expression(name, schema, write)
     return {"seq": [f"<function={name}>\n", *arguments, "</function>"]}

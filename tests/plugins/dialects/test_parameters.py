@@ -121,3 +121,36 @@ def test_references_to_anywhere_hold_in_the_grammar(name: str) -> None:
     assert grammar.accepts(WRITERS[name]([("f", {"a": 1, "b": 2, "c": "x"})]))
     for wrong in ({"a": 1, "b": "two"}, {"a": 1, "c": "z"}, {"b": 1}):
         assert not grammar.accepts(WRITERS[name]([("f", wrong)])), wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [
+        ("qwen-xml", "</parameter>"),
+        ("glm", "</arg_value>"),
+        ("glm-compact", "</arg_value>"),
+        ("minimax", "</parameter>"),
+    ],
+)
+def test_a_written_value_is_read_as_what_it_was_written_for(name: str, mark: str) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance (pip install 'headrace[constraints]')")
+    from call_grammars import ToolGrammar
+
+    large = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 100}]}
+    marked = {"type": ["string", "array", "null"], "items": {"type": "string"}}
+    given = tool("f", [], a=large, b=marked, c={"type": "string"}, d={"type": "object"})
+    grammar = ToolGrammar(family(name), [given])
+    right: list[dict[str, Any]] = [
+        *({"a": value} for value in ("five", "5 of 6", "", "true", 100)),
+        *({"b": value} for value in ("[", "1", ["x"], None, "a]")),
+        *({"c": value} for value in ("5", "[1]", mark[:-1])),
+        {"d": {"x": mark[:-1]}},
+    ]
+    assert [each for each in right if not grammar.accepts(WRITERS[name]([("f", each)]))] == []
+    wrong: list[dict[str, Any]] = [
+        *({"a": value} for value in ("5", " 5\n", "1.5", "1e2", 99)),
+        *({"b": value} for value in ("[1]", " [1] ", "None", "x" + mark, [mark])),
+        {"c": f"x{mark}y"},
+        *({"d": value} for value in ({"x": mark}, {mark: 1}, {"x": [{"y": f"a{mark}"}]})),
+    ]
+    assert [each for each in wrong if grammar.accepts(WRITERS[name]([("f", each)]))] == []
