@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING
 
-from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rep, Seq
+from headrace_plugins.constraints.grammar import Alt, Expr, Rep, Seq
 from headrace_plugins.constraints.schema.finite import finite_values
 from headrace_plugins.constraints.schema.shapes import Array, Contains, Node
+from headrace_plugins.constraints.schema.states import States
 
 if TYPE_CHECKING:
     from headrace_plugins.constraints.schema.writing import Writer
@@ -107,9 +108,7 @@ class _Counting:
     def __init__(self, writer: Writer, shape: Array, node: Node) -> None:
         self._writer, self._shape = writer, shape
         self._enough = max(shape.least, shape.most or 0, len(shape.prefix), 1)
-        self._refs: dict[_State, Ref] = {}
-        self._waiting: list[_State] = []
-        self._name = writer.rule_name("k")
+        self._states: States[_State] = States(writer.rules, writer.rule_name("k"))
         states = self._enough + 1
         for each in shape.contains:
             states *= (each.least if each.most is None else each.most) + 1
@@ -117,20 +116,10 @@ class _Counting:
             raise writer.refused(node, "contains", "there is too much to count")
 
     def write(self) -> Expr:
-        start = self._ref(_State(0, (0,) * len(self._shape.contains)))
-        while self._waiting:
-            state = self._waiting.pop()
-            self._writer.rules[self._refs[state].name] = self._body(state)
+        start = self._states.ref(_State(0, (0,) * len(self._shape.contains)))
+        self._states.write(self._body)
         may_be_empty = not self._shape.least and all(not each.least for each in self._shape.contains)
         return _framed(self._writer, start, may_be_empty)
-
-    def _ref(self, state: _State) -> Ref:
-        known = self._refs.get(state)
-        if known is None:
-            known = self._refs[state] = Ref(f"{self._name}_{len(self._refs)}")
-            self._writer.rules[known.name] = EMPTY
-            self._waiting.append(state)
-        return known
 
     def _body(self, state: _State) -> Expr:
         shape = self._shape
@@ -149,7 +138,7 @@ class _Counting:
                 if after == state:
                     loops.append(Seq(step))
                 else:
-                    choices.append(Seq((*step, self._ref(after))))
+                    choices.append(Seq((*step, self._states.ref(after))))
         body = Alt(tuple(choices))
         return Seq((Rep(Alt(tuple(loops))), body)) if loops else body
 
@@ -176,6 +165,10 @@ class _Counting:
             yield of, count
 
 
+_Seen = tuple[int, int, bool]
+"""(bits of the values that have come, how many elements, were two equal?)."""
+
+
 class _Different:
     """Arrays of which no two elements are equal, or of which two are: a rule per set of elements that have come. Only
     where there are few different elements."""
@@ -184,16 +177,12 @@ class _Different:
         self._writer, self._shape, self._node = writer, shape, node
         self._bits: dict[object, int] = {}
         self._of: dict[Node, list[tuple[int, Expr]]] = {}
-        self._refs: dict[tuple[int, int, bool], Ref] = {}
-        self._waiting: list[tuple[int, int, bool]] = []
-        self._name = writer.rule_name("u")
+        self._states: States[_Seen] = States(writer.rules, writer.rule_name("u"))
 
     def write(self) -> Expr:
         self._survey()
-        start = self._ref(0, 0, False)
-        while self._waiting:
-            state = self._waiting.pop()
-            self._writer.rules[self._refs[state].name] = self._body(*state)
+        start = self._states.ref((0, 0, False))
+        self._states.write(self._body)
         return _framed(self._writer, start, not self._shape.least and not self._shape.not_unique)
 
     def _survey(self) -> None:
@@ -213,18 +202,9 @@ class _Different:
         if sum(comb(size, count) for count in range(longest + 1)) > MAX_SUBSETS:
             raise self._writer.refused(self._node, "uniqueItems", why)
 
-    def _ref(self, seen: int, length: int, repeated: bool) -> Ref:
-        """The rest of an array behind the elements `seen`."""
-        state = seen, length, repeated
-        known = self._refs.get(state)
-        if known is None:
-            known = self._refs[state] = Ref(f"{self._name}_{len(self._refs)}")
-            self._writer.rules[known.name] = EMPTY
-            self._waiting.append(state)
-        return known
-
-    def _body(self, seen: int, length: int, repeated: bool) -> Expr:
-        shape = self._shape
+    def _body(self, state: _Seen) -> Expr:
+        """The rest of an array behind the elements that have come."""
+        shape, (seen, length, repeated) = self._shape, state
         choices: list[Expr] = []
         if 0 < length >= shape.least and (repeated or not shape.not_unique):
             choices.append(EMPTY)
@@ -238,5 +218,5 @@ class _Different:
                 # Behind two equal elements only the length counts, up to where it no longer does.
                 enough = max(shape.least, shape.most or 0, len(shape.prefix), 1)
                 after = min(length + 1, enough) if again else length + 1
-                choices.append(Seq((*comma, written, self._ref(0 if again else seen | bit, after, again))))
+                choices.append(Seq((*comma, written, self._states.ref((0 if again else seen | bit, after, again)))))
         return Alt(tuple(choices))

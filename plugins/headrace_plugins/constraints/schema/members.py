@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_plugins.constraints.automata import matches, overlap
-from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rep, Seq
+from headrace_plugins.constraints.grammar import Alt, Expr, Rep, Seq
 from headrace_plugins.constraints.regex import NOTHING, Regex, both, either
 from headrace_plugins.constraints.schema.objects import Others
 from headrace_plugins.constraints.schema.shapes import Node, Object, Property
+from headrace_plugins.constraints.schema.states import States
 
 if TYPE_CHECKING:
     from headrace_plugins.constraints.schema.writing import Frame, Writer
@@ -93,9 +94,7 @@ class _Counting:
         self._named, self._others = named, others
         self._enough = max(shape.least, shape.most or 0, 1)
         self._all = (1 << len(shape.some)) - 1
-        self._refs: dict[_State, Ref] = {}
-        self._waiting: list[_State] = []
-        self._name = writer.rule_name("c")
+        self._states: States[_State] = States(writer.rules, writer.rule_name("c"))
         self._check()
 
     def _check(self) -> None:
@@ -109,32 +108,29 @@ class _Counting:
             raise self._writer.refused(self._node, "minProperties or maxProperties", "there are too many to count")
 
     def write(self) -> Expr:
-        frame, start = self._frame, self._ref(_State(0, 0, 0))
-        while self._waiting:
-            state = self._waiting.pop()
-            self._writer.rules[self._refs[state].name] = self._body(state)
+        frame, start = self._frame, self._states.ref(_State(0, 0, 0))
+        self._states.write(self._body)
         some = Seq((frame.open, start, frame.close))
         may_be_empty = not (self._shape.least or self._all or any(each.required for each in self._named))
         return Alt((some, frame.empty)) if may_be_empty else some
-
-    def _ref(self, state: _State) -> Ref:
-        known = self._refs.get(state)
-        if known is None:
-            known = self._refs[state] = Ref(f"{self._name}_{len(self._refs)}")
-            self._writer.rules[known.name] = EMPTY
-            self._waiting.append(state)
-        return known
 
     def _body(self, state: _State) -> Expr:
         if state.at == len(self._named):
             return self._behind(state)
         each = self._named[state.at]
         choices: list[Expr] = [
-            Seq((*self._comma(state), self._writer.name(each.name, self._node, self._frame), value, self._ref(after)))
+            Seq(
+                (
+                    *self._comma(state),
+                    self._writer.name(each.name, self._node, self._frame),
+                    value,
+                    self._states.ref(after),
+                )
+            )
             for value, after in self._ways(each, state)
         ]
         if not each.required:
-            choices.append(self._ref(_State(state.at + 1, state.count, state.fulfilled)))
+            choices.append(self._states.ref(_State(state.at + 1, state.count, state.fulfilled)))
         return Alt(tuple(choices))
 
     def _ways(self, each: Property, state: _State) -> Iterator[tuple[Expr, _State]]:
@@ -175,7 +171,7 @@ class _Counting:
             if after == state:
                 loops.append(Seq(step))
             else:
-                choices.append(Seq((*step, self._ref(after))))
+                choices.append(Seq((*step, self._states.ref(after))))
         return Seq((Rep(Alt(tuple(loops))), Alt(tuple(choices)))) if loops else Alt(tuple(choices))
 
     def _any_number(self, state: _State, ends: bool) -> Expr:
