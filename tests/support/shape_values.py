@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -136,7 +135,3 @@ def _ends(regex: Regex, text: str, start: int) -> frozenset[int]:
                 seen |= at
             return frozenset(found)
     raise AssertionError(regex)
-
-
-def shown(value: object) -> str:
-    return json.dumps(value)[:200]
