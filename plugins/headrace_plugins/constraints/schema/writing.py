@@ -260,7 +260,7 @@ class Writer:
         if known is not None and not frame.keywords:
             return known
         if frame.keywords:
-            if not (name.isascii() and name.isidentifier()):
+            if not name.isidentifier():
                 raise self.refused(node, "properties", f"{name!r} can't be the name of a keyword argument")
             return Rx(literal(f"{name}="), sure=True)
         bare = self.notation.bare_names
