@@ -40,7 +40,7 @@ class ConstraintOptions(Options):
     max_text: ByteSize = 1 << 20
     """Longest text of a grammar."""
     max_nesting: Annotated[int, Field(ge=1, le=MOST_NESTING)] = 128
-    """Most brackets inside each other, in the text of a grammar."""
+    """Most brackets inside each other, in grammars that are JSON: schemas, lists of texts, tagged documents."""
     schema_size: Count = 500_000
     """Most values in the text of a JSON schema: objects, arrays and what they hold."""
     schema_enum_entries: Count = 100_000
