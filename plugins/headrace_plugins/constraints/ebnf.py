@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from headrace_plugins.constraints.automata import MAX_STATES, automaton
 from headrace_plugins.constraints.dfa import Dfa, regex_of, rules_of
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special, counts
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special, counts
 from headrace_plugins.constraints.regex import NOTHING, And, Cat, Chars, Not, Or, Regex, Repeat, cat, either, repeat
-from headrace_plugins.constraints.trimming import EMPTY_EXPR, too_deep, trimmed
+from headrace_plugins.constraints.trimming import too_deep, trimmed
 
 ROOT = "root"
 

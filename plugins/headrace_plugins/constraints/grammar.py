@@ -68,6 +68,9 @@ class Rep:
 
 Expr = Lit | Special | Rx | Ref | Seq | Alt | Rep
 
+NOTHING_EXPR = Alt(())
+EMPTY_EXPR = Seq(())
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

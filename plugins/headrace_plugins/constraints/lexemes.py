@@ -15,9 +15,9 @@ from itertools import pairwise
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import Terms, automaton, begins, literal_text, matches, nullable
 from headrace_plugins.constraints.dfa import rules_of
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
 from headrace_plugins.constraints.regex import And, Cat, Chars, Not, Or, Ranges, Regex, Repeat, cat, literal
-from headrace_plugins.constraints.trimming import EMPTY_EXPR, post_order, references, some
+from headrace_plugins.constraints.trimming import post_order, references, some
 
 MAX_STATES = 1_500
 """States looked at for one terminal, or one set of terminals that may come next. Beyond them nothing is found, and the

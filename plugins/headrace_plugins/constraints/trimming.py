@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.automata import is_empty, nullable
-from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, NOTHING_EXPR, Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
 from headrace_plugins.constraints.regex import (
     EMPTY,
     NOTHING,
@@ -24,8 +24,6 @@ from headrace_plugins.constraints.regex import (
     repeat,
 )
 
-NOTHING_EXPR = Alt(())
-EMPTY_EXPR = Seq(())
 EMPTINESS_STATES = 2_000
 """Up to so many states of a regex with And or Not are looked at to find that it matches nothing."""
 

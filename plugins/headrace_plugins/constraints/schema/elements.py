@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING
 
-from headrace_plugins.constraints.grammar import Alt, Expr, Rep, Seq
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, Alt, Expr, Rep, Seq
 from headrace_plugins.constraints.schema.finite import finite_values
 from headrace_plugins.constraints.schema.shapes import Array, Contains, Node
 from headrace_plugins.constraints.schema.states import States
@@ -21,7 +21,6 @@ MAX_STATES = 20_000
 MAX_SUBSETS = 1_200
 """Sets of elements that have come, where no two may be equal."""
 MAX_FINITE = 12
-EMPTY = Seq(())
 
 
 def write_array(writer: Writer, shape: Array, node: Node) -> Expr:
@@ -73,7 +72,7 @@ def _plain(writer: Writer, shape: Array) -> Expr:
 def _behind(writer: Writer, shape: Array) -> Expr:
     """Elements behind the first."""
     length = max(len(shape.prefix), 1)
-    tail: Expr = EMPTY
+    tail: Expr = EMPTY_EXPR
     if shape.most is None or shape.most > length:
         most = None if shape.most is None else shape.most - length
         tail = Rep(Seq((writer.comma, writer.value(shape.rest))), max(shape.least - length, 0), most)
@@ -128,7 +127,7 @@ class _Counting:
         if 0 < state.length >= shape.least and all(
             count >= each.least for count, each in zip(state.counts, shape.contains, strict=True)
         ):
-            choices.append(EMPTY)
+            choices.append(EMPTY_EXPR)
         if shape.most is None or state.length < shape.most:
             base = shape.prefix[state.length] if state.length < len(shape.prefix) else shape.rest
             comma = (self._writer.comma,) if state.length else ()
@@ -207,7 +206,7 @@ class _Different:
         shape, (seen, length, repeated) = self._shape, state
         choices: list[Expr] = []
         if 0 < length >= shape.least and (repeated or not shape.not_unique):
-            choices.append(EMPTY)
+            choices.append(EMPTY_EXPR)
         if shape.most is None or length < shape.most:
             base = shape.prefix[length] if length < len(shape.prefix) else shape.rest
             comma = (self._writer.comma,) if length else ()

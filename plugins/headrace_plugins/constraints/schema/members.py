@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_plugins.constraints.automata import matches, overlap
-from headrace_plugins.constraints.grammar import Alt, Expr, Rep, Seq
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, Alt, Expr, Rep, Seq
 from headrace_plugins.constraints.regex import NOTHING, Regex, both, either
 from headrace_plugins.constraints.schema.objects import Others
 from headrace_plugins.constraints.schema.shapes import Node, Object, Property
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_STATES = 20_000
 """Of one object: members so far and what they have fulfilled."""
-EMPTY = Seq(())
 
 
 def write_object(writer: Writer, shape: Object, node: Node, frame: Frame) -> Expr:
@@ -161,7 +160,7 @@ class _Counting:
         # Without any member the object is written as one terminal, not as two.
         ends = 0 < state.count >= self._shape.least and state.fulfilled == self._all
         if not self._others or not self._has_room(state):
-            return EMPTY if ends else Alt(())
+            return EMPTY_EXPR if ends else Alt(())
         if state.fulfilled == self._all:
             return self._any_number(state, ends)
         loops: list[Expr] = []

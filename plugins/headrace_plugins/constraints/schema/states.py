@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from headrace_plugins.constraints.grammar import Expr, Ref, Seq
+from headrace_plugins.constraints.grammar import EMPTY_EXPR, Expr, Ref
 
 State = TypeVar("State", bound=Hashable)
 
@@ -23,7 +23,7 @@ class States(Generic[State]):
         known = self._refs.get(state)
         if known is None:
             known = self._refs[state] = Ref(f"{self._name}_{len(self._refs)}")
-            self._rules[known.name] = Seq(())  # names of other rules count those that are there
+            self._rules[known.name] = EMPTY_EXPR  # names of other rules count those that are there
             self._waiting.append(state)
         return known
 
