@@ -168,6 +168,38 @@ def test_a_type_that_asks_for_more_than_its_schema(llm: LLM) -> None:
     assert seen == {2, "HR-CONSTRAINT-09: the type refuses the answer: n: Value error, n is odd"}
 
 
+def test_a_value_that_breaks_what_masks_can_not_enforce() -> None:
+    """on_unsupported = "validate", from the config to the error: most runs hold, the others say what they break."""
+    pytest.importorskip("llguidance", reason="the constraint engine llguidance is not installed")
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    item = {"type": "string", "pattern": "^[ab]$|^[ab]c+$"}
+    schema = {"type": "array", "items": item, "uniqueItems": True, "minItems": 2, "maxItems": 3}
+    held: list[Any] = []
+    broken: list[AnswerError] = []
+    tables: dict[str, Any] = {"constraints": {"use": "auto", "on_unsupported": "validate"}}
+    with LLM("toy://vocab=300,seed=3,context=4096", **tables) as llm:
+        for seed in range(16):
+            try:
+                held.append(
+                    llm.generate("x", SamplingParams(max_tokens=400, seed=seed, temperature=1.0), schema=schema)
+                )
+            except AnswerError as error:
+                broken.append(error)
+    assert held
+    assert all(len(set(value)) == len(value) for value in held)
+    assert broken
+    for error in broken:
+        assert str(error).startswith("HR-CONSTRAINT-09: the finished value breaks 'uniqueItems' at #")
+        assert error.output.finish_reason == "error"
+        value = json.loads(error.output.text)
+        assert len(set(value)) < len(value)
+    with (
+        LLM("toy://vocab=300,seed=3") as llm,
+        pytest.raises(RequestError, match="HR-CONSTRAINT-03: 'uniqueItems' at #"),
+    ):
+        llm.generate("x", LONG, schema=schema)
+
+
 def test_what_does_not_go_with_a_schema(llm: LLM) -> None:
     for options, code in (
         ({"echo": True}, "HR-REQUEST-18"),

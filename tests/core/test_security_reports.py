@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from headrace import Chat
 from headrace.llm import LLM
+from headrace_plugins.dialects.formats import TemplateFormat
+from headrace_plugins.templates import ChatTemplate
 
 LATER = "needs a part that does not exist yet: "
 TESTS = Path(__file__).resolve().parents[1]
@@ -22,13 +28,13 @@ REPORTS = {
     3: LATER + "a store with a network interface",
     4: LATER + "a server",
     5: "plugins/test_templates.py::test_hostile_template",
-    6: "plugins/test_templates.py::test_hostile_template",
+    6: "core/test_security_reports.py::test_a_slow_template_holds_nobody_else_up",
     7: "plugins/test_templates.py::test_template_variables",
     8: "plugins/test_run_grammars.py::test_hostile_grammars_end_their_request_alone",
     9: "plugins/test_run_grammars.py::test_hostile_grammars_end_their_request_alone",
     10: "plugins/test_tools_random_logits.py::test_a_tool_whose_schema_can_not_be_read",
-    11: LATER + "a cache of compiled grammars",
-    12: LATER + "a constraint engine",
+    11: "plugins/constraints/test_hostile_grammars.py::test_grammars_without_end_stay_within_the_caches_memory",
+    12: "plugins/constraints/test_hostile_grammars.py::test_refused",
     13: "plugins/constraints/test_with_drafts.py::test_empty_grammars",
     14: "core/test_scheduler.py::test_salts_keep_tenants_apart",
     15: "core/test_equivalence.py::test_a_crafted_collision_is_refused",
@@ -60,6 +66,30 @@ def test_the_named_tests_exist() -> None:
         if not place.startswith(LATER):
             file, _, name = place.partition("::")
             assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8"), place
+
+
+def test_a_slow_template_holds_nobody_else_up() -> None:
+    """6: that it ends, and is bounded, is in plugins/test_templates.py."""
+    begun, go = threading.Event(), threading.Event()
+
+    def now() -> datetime:
+        begun.set()
+        assert go.wait(60)
+        return datetime(2026, 1, 1)
+
+    with LLM("toy://vocab=300", engine={"max_sequences": 2}) as llm, ThreadPoolExecutor(1) as pool:
+        chat = Chat(llm, template="{{ messages[0].content }}")
+        template = ChatTemplate("{{ messages[0].content }}{{ strftime_now('%Y') }}", now=now)
+        chat._format = TemplateFormat(template, llm.tokenizer)
+        slow = pool.submit(chat.ask, "hello", {"max_tokens": 3})
+        try:
+            assert begun.wait(60)
+            assert llm.generate("hello", {"max_tokens": 6}).usage.completion_tokens == 6
+            assert Chat(llm, template="{{ messages[0].content }}").ask("hello", {"max_tokens": 3}).text
+            assert not slow.done()
+        finally:
+            go.set()
+        assert slow.result(60).finish_reason == "length"
 
 
 @pytest.mark.parametrize("kv", ["paged", "slots"])

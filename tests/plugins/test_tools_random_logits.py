@@ -80,6 +80,23 @@ def test_every_required_call_is_valid(llm: LLM, family: str) -> None:
     assert called == {"weather", "search"}
 
 
+@pytest.mark.parametrize("family", ["hermes", "qwen-xml", "gpt-oss"])
+def test_required_calls_are_streamed(llm: LLM, family: str) -> None:
+    """tool_calls-05: what a client adds up are valid calls."""
+    chat = outside(llm, family, tool_choice="required", parallel=False, thinking_budget=8)
+    for seed in range(3):
+        stream = chat.stream("go", SamplingParams(max_tokens=1500, seed=seed, temperature=1.5))
+        names: dict[int, str] = {}
+        arguments: dict[int, str] = {}
+        for delta in (delta for chunk in stream for delta in chunk.calls):
+            names[delta.index] = names.get(delta.index, "") + delta.name
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
+        assert stream.result().finish_reason == "tool_calls"
+        assert len(names) == 1
+        assert TOOLS[names[0]].bind(arguments[0])() == ""
+        chat.history = []
+
+
 def test_a_run_of_required_calls_is_run(llm: LLM) -> None:
     seen: list[Any] = []
 

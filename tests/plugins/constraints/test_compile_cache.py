@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from headrace.testing.toy import ToyTokenizer
 from headrace.types import Grammar
 from headrace_plugins.constraints import cache as module
 from headrace_plugins.constraints.cache import Cancelled, CompileCache, cancelled_error
+from headrace_plugins.constraints.engines import SERVES
 from headrace_plugins.constraints.options import ConstraintOptions
 from headrace_plugins.constraints.router import Constraints, auto
 
@@ -175,3 +180,39 @@ def test_memory_of_many_grammars_is_bounded() -> None:
     engine.close()
     assert not engine._cache.used_bytes
     assert engine.compile(Grammar("choice", '["a"]')).start() is not None
+
+
+WRITES_NOTHING = """
+import json, os, sys
+
+def audit(event, args):
+    if event == "open" and isinstance(args[0], str) and args[0] != os.devnull:
+        assert not args[2] & (os.O_WRONLY | os.O_RDWR), args
+
+from headrace.testing.toy import ToyTokenizer
+from headrace.types import Grammar
+from headrace_plugins.constraints import compiling
+from headrace_plugins.constraints.router import Constraints
+import %s
+sys.dont_write_bytecode = True
+sys.addaudithook(audit)
+if "%s" == "llguidance":  # the other one takes seconds to import
+    compiling.TRIAL_WEIGHT = 0  # each goes through a child process too
+engine = Constraints(None, ToyTokenizer(), ("%s",))
+for grammar in (Grammar("json_schema", '{"type": "integer"}'), Grammar("regex", "a+"), Grammar("gbnf", 'root ::= "a"')):
+    assert engine.compile(grammar) is engine.compile(grammar)
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("name", SERVES)
+def test_nothing_is_written_to_disk(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(SERVES[name].package, reason=f"the engine {name} is not installed")
+    places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "HEADRACE_HOME"), str(tmp_path))
+    environment = {**os.environ, **places, "PYTHONDONTWRITEBYTECODE": "1"}
+    program = WRITES_NOTHING % (SERVES[name].package, name, name)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,8 @@ REFUSED = {
     "tagged nests": (Grammar("tagged", '{"body":' + '{"seq":[' * 5_000), "HR-CONSTRAINT-04", "max_nesting"),
     "schema is long": (schema({"description": "a" * (1 << 20)}), "HR-CONSTRAINT-04", "max_text is 1,048,576"),
     "long in bytes": (schema({"description": "é" * (1 << 19)}), "HR-CONSTRAINT-04", "max_text"),
+    "enum of 50,000": (schema({"enum": [f"{i * 7919:020x}" for i in range(50_000)]}), "HR-CONSTRAINT-04", "max_text"),
+    "enum of too many": (schema({"enum": [*range(100_001)]}), "HR-CONSTRAINT-04", "schema_enum_entries"),
     "parentheses": (Grammar("regex", "(" * 50_000), "HR-CONSTRAINT-04", "60"),
     "gbnf parentheses": (Grammar("gbnf", "root ::= " + "(" * 50_000), "HR-CONSTRAINT-04", "nest"),
     "references itself": (schema(LOOP), "HR-CONSTRAINT-02", "#/$defs/a"),
@@ -97,6 +101,27 @@ def test_a_large_enum_works(monkeypatch: pytest.MonkeyPatch) -> None:
     for byte in b'"fa7"':
         assert matcher.accept(byte)
     assert matcher.done()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is not counted here")
+def test_grammars_without_end_stay_within_the_caches_memory() -> None:
+    """security-11: each is another small schema; kept, they would take 40 MB."""
+    pytest.importorskip("llguidance", reason="the engine llguidance is not installed")
+    engine = Constraints(ConstraintOptions(cache_memory=1 << 20), ToyTokenizer())
+
+    def compile_one(i: int) -> None:
+        assert engine.compile(schema({"const": f"text {i}"})).start()
+
+    compile_one(0)
+    before = _resident_bytes()
+    for i in range(1, 1_000):
+        compile_one(i)
+    assert engine._cache.used_bytes <= 1 << 20
+    assert _resident_bytes() - before <= 20 << 20
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_limits_are_options() -> None:
