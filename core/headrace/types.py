@@ -113,10 +113,27 @@ class Grammar:
     trigger_budget: int | None = None
     """Most tokens before the trigger: then it is forced. None: no bound."""
 
+    def __post_init__(self) -> None:
+        for name in ("kind", "text"):
+            if not isinstance(getattr(self, name), str):
+                raise _bad(f"constraint.{name}", getattr(self, name), "text")
+        if self.trigger is not None and (not isinstance(self.trigger, str) or not self.trigger):
+            raise _bad("constraint.trigger", self.trigger, "text of at least one character")
+        _in_range("constraint.trigger_budget", self.trigger_budget, 0, 2**31 - 1, True)
+        if self.trigger_budget is not None and self.trigger is None:
+            raise _bad("constraint.trigger_budget", self.trigger_budget, "left out where there is no trigger")
+
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
-        """JSON that a schema allows."""
-        return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        """JSON that a schema allows. RequestError HR-CONSTRAINT-02 for what can't be written as JSON."""
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            why = "it is nested too deep, or holds itself" if isinstance(error, RecursionError) else error
+            message = f"the JSON schema can't be written as JSON: {why}"
+            raise RequestError(
+                "HR-CONSTRAINT-02", message, "a schema is made of dict, list, str, numbers, bool and None"
+            ) from error
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -200,12 +217,8 @@ class SamplingParams:
             _in_range("seed", self.seed, 0, 2**64 - 1, True)
         if self.logprobs_mode not in ("raw", "filtered"):
             raise _bad("logprobs_mode", self.logprobs_mode, '"raw" or "filtered"')
-        if self.constraint is not None:
-            if not isinstance(self.constraint, Grammar):
-                raise _bad("constraint", self.constraint, "a Grammar")
-            for name in ("kind", "text"):
-                if not isinstance(getattr(self.constraint, name), str):
-                    raise _bad(f"constraint.{name}", getattr(self.constraint, name), "text")
+        if self.constraint is not None and not isinstance(self.constraint, Grammar):
+            raise _bad("constraint", self.constraint, "a Grammar")
         for name in ("n", "min_tokens"):
             if getattr(self, name) is None:
                 raise _bad(name, None, "a whole number")
