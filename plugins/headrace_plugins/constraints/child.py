@@ -204,7 +204,7 @@ def serve(engine_name: str, memory_bytes: int, source: IO[bytes], sink: IO[bytes
     while (request := _read_json(source)) is not None:
         answer: dict[str, str] = {}
         try:
-            engine.compile_text(request["grammar"])
+            engine.compile_text(request["grammar"]).start().forced()  # it may be long without end
         except RequestError as error:
             answer = {"code": error.code, "message": error.message, "help": error.help}
         except MemoryError:

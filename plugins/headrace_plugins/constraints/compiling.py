@@ -21,6 +21,7 @@ from headrace_plugins.constraints.child import Children
 from headrace_plugins.constraints.engines import SERVES, Engine, installed, load_engine
 from headrace_plugins.constraints.grammar import Rules
 from headrace_plugins.constraints.options import ConstraintOptions
+from headrace_plugins.constraints.shortest import check_shortest
 from headrace_plugins.constraints.texts import check_text, read_json
 from headrace_plugins.constraints.vocabulary import Vocabulary
 from headrace_plugins.constraints.walks import Program
@@ -37,6 +38,8 @@ TRIAL_WEIGHT = 20_000
 """Grammars of more states are tried in a child process first; smaller ones take an engine well below a second."""
 MOST_WEIGHT = 20_000_000
 """No engine is asked for more: it would take gigabytes."""
+UNTOLD = 10**15
+"""States beyond which a message does not count them."""
 CHILD_MEMORY_BYTES = 1 << 30
 """That a compile may take."""
 
@@ -102,6 +105,11 @@ class Compiler:
 
     def _compile(self, grammar: Grammar, candidates: Seq[str], work: Work) -> Made:
         if grammar.kind == "tagged":
+            if grammar.trigger is not None:
+                raise RequestError(
+                    "HR-CONSTRAINT-02", f"a tagged grammar has its own triggers, and takes no {grammar.trigger!r:.60}",
+                    'name the end of the reasoning as its "think": {"end": ...}',
+                )  # fmt: skip
             read_json(grammar.kind, grammar.text, self.options.max_nesting)
             return self._first(candidates, lambda name: self._tagged(name, grammar.text, work))
         made = self._body(grammar, candidates, work)
@@ -168,9 +176,11 @@ class Compiler:
         states = weight(rules)
         if states > MOST_WEIGHT:
             raise RequestError(
-                "HR-CONSTRAINT-04", f"the grammar has about {states:,} states, more than the limit of {MOST_WEIGHT:,}",
+                "HR-CONSTRAINT-04",
+                f"the grammar has about {min(states, UNTOLD):,} states, or more; the limit is {MOST_WEIGHT:,}",
                 "lower the bounds of its repetitions, above all of those inside others",
             )  # fmt: skip
+        check_shortest(rules)
         return self._program_of(name, self._engine(name).print(rules), work, trial=states > TRIAL_WEIGHT)
 
     def _program_of(self, name: str, text: str, work: Work, trial: bool) -> Program:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4096
 """Of text that is tokenised at once."""
-MOST_KEPT = 4096
-"""Texts whose tokens are kept."""
+MOST_KEPT_BYTES = 1 << 20
+"""Of texts whose tokens are kept."""
 
 Ids = tuple[int, ...]
 
@@ -33,6 +33,7 @@ class Spelling:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._kept: dict[tuple[bytes, bool], Ids] = {}
+        self._n_kept_bytes = 0
 
     def tokens(self, forced: Forced, ends: bool = False) -> Ids:
         """The tokens that certainly come next, in order. They are what the model's own tokenizer makes of the text;
@@ -56,8 +57,10 @@ class Spelling:
         ids = self._kept.get(key)
         if ids is None:
             ids = self._encode(*key)
-            if len(self._kept) >= MOST_KEPT:
+            self._n_kept_bytes += len(key[0])
+            if self._n_kept_bytes > MOST_KEPT_BYTES:
                 self._kept.clear()
+                self._n_kept_bytes = len(key[0])
             self._kept[key] = ids
         pieces = self.vocabulary.text
         return ids, closed and sum(len(pieces[token]) for token in ids) == len(text)
@@ -102,29 +105,25 @@ class _Forced(Matcher):
 
     def __init__(self, walk: Walk, spelling: Spelling, jumps: bool) -> None:
         self._walk, self._spelling, self._jumps = walk, spelling, jumps
-        self._record: list[Ids | None] = [None]
-        """The forced tokens of each state; None: not worked out yet."""
+        self._record: list[tuple[Ids, int] | None] = [None]
+        """The forced tokens of each state, and how many of them lie behind it; None: not worked out yet."""
 
     def fill(self, bits: NDArray[np.int32]) -> None:
-        ids = self._record[-1]
-        if ids is None:
-            ids = self._look()
+        ids, at = self._record[-1] or self._look()
         if not ids:
             self._walk.fill(bits)
             return
-        token = ids[0]
+        token = ids[at]
         bits.fill(0)
         bits[token >> 5] = (1 << (token & 31)) - (1 << 32 if token & 31 == 31 else 0)
 
     def accept(self, token: int) -> bool:
         if self._walk.done():
             return False
-        ids = self._record[-1]
-        if ids is None:
-            ids = self._look()
-        if (ids and token != ids[0]) or not self._walk.accept(token):
+        ids, at = self._record[-1] or self._look()
+        if (ids and token != ids[at]) or not self._walk.accept(token):
             return False
-        self._record.append(ids[1:] or None)
+        self._record.append((ids, at + 1) if at + 1 < len(ids) else None)
         return True
 
     def rollback(self, n: int) -> None:
@@ -138,13 +137,13 @@ class _Forced(Matcher):
     def forced(self) -> Seq[int]:
         if not self._jumps or self._walk.done():
             return ()
-        ids = self._record[-1]
-        return self._look() if ids is None else ids
+        ids, at = self._record[-1] or self._look()
+        return ids[at:]
 
     def verdict(self) -> HeadraceError | None:
         return self._walk.verdict()
 
-    def _look(self) -> Ids:
+    def _look(self) -> tuple[Ids, int]:
         """Of a state that is not done."""
         forced = self._walk.forced()
         ids = self._spelling.tokens(forced) if forced else ()
@@ -152,8 +151,8 @@ class _Forced(Matcher):
             whole = self._spelling.tokens(forced, ends=True)
             if len(whole) > len(ids) and self._ends_with(whole):
                 ids = whole
-        self._record[-1] = ids
-        return ids
+        self._record[-1] = found = ids, 0
+        return found
 
     def _ends_with(self, ids: Ids) -> bool:
         """Is the text over behind these tokens?"""

@@ -27,11 +27,15 @@ GRAMMAR_SIZE = 2_000_000
 
 _SPECIAL = re.compile(rb"\xff\[\d+\]")
 """How forced bytes name a special token."""
-_LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big)", re.IGNORECASE)
+_LIMITS = re.compile(r"limits\.|fuel|too (large|complex|big|many)|; max is |^panic", re.IGNORECASE)
 _BITS = (*(1 << i for i in range(31)), -(1 << 31))
 """The bits of an int32."""
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 """Reasons to stop where nothing can follow."""
+LONG_BYTES = 4096
+"""Of longer forced text so much is looked at: the library tokenises all that is forced, each time it is asked."""
+MOST_SAID = 300
+"""Characters of what the library says that an error repeats."""
 
 
 class LLGuidance:
@@ -201,8 +205,9 @@ class LLWalk(Walk):
         matcher = self._matcher
         forced = b"" if self._free else matcher.compute_ff_bytes()
         # without tokens llguidance's own mask is the right one, but not for text that can't be spelt
-        if forced and (matcher.compute_ff_tokens() or not self._spelt(forced)):
-            self._fill_forced(bits, forced)
+        long = len(forced) > LONG_BYTES
+        if forced and (long or matcher.compute_ff_tokens() or not self._spelt(forced)):
+            self._fill_forced(bits, forced[:LONG_BYTES] if long else forced)
             return
         # bits.ctypes.data says the same at four times the cost
         matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(bits)), self._bytes)  # type: ignore[arg-type]
@@ -264,6 +269,12 @@ class LLWalk(Walk):
         if not rest:
             self._free = True
             return ()
+        if len(rest) > LONG_BYTES:
+            text, special, _ = rest[:LONG_BYTES].partition(b"\xff")
+            if not special:
+                return (text,)
+            if text:
+                return (text,) if len(text) >= self._vocabulary.longest else ()
         ids: list[int] = []
         for token in matcher.compute_ff_tokens():
             data = self._vocabulary.text[token] or b"\xff[%d]" % token
@@ -294,7 +305,13 @@ def _refused(matcher: LLMatcher) -> RequestError:
     first, _, rest = text.partition("\n")
     if matcher.stop_reason().endswith("TooComplex") or (_LIMITS.search(first) and not first.startswith("at ")):
         return RequestError(
-            "HR-CONSTRAINT-04", f"the grammar is beyond a limit of llguidance: {first}",
+            "HR-CONSTRAINT-04", f"the grammar is beyond a limit of llguidance: {_short(first)}",
             "make it smaller: shorter patterns, lower bounds of repetitions, fewer alternatives",
         )  # fmt: skip
-    return RequestError("HR-CONSTRAINT-02", f"the grammar can't be read: {first}", rest.rstrip())
+    near = rest.replace("<non-verbose/>", "").rstrip()
+    return RequestError("HR-CONSTRAINT-02", f"the grammar can't be read: {_short(first)}", _short(near))
+
+
+def _short(text: str) -> str:
+    """The library repeats the lines of a grammar, however long they are."""
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]} ..."

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-MOST_SPELT = 4096
-"""Texts whose tokens are kept."""
+MOST_SPELT_BYTES = 1 << 20
+"""Of texts whose tokens are kept."""
 
 
 class Vocabulary:
@@ -37,6 +37,7 @@ class Vocabulary:
         """The bytes of each token; none of special ones."""
 
         self._spelt: dict[bytes, list[int]] = {}
+        self._n_spelt_bytes = 0
 
     def prepare(self) -> None:
         """Work out all that is kept, which takes a while: later calls are on threads that don't wait."""
@@ -95,8 +96,10 @@ class Vocabulary:
         ids = self._spelt.get(data)
         if ids is None:
             ids = self._spell(data)
-            if len(self._spelt) >= MOST_SPELT:
+            self._n_spelt_bytes += len(data)
+            if self._n_spelt_bytes > MOST_SPELT_BYTES:
                 self._spelt.clear()
+                self._n_spelt_bytes = len(data)
             self._spelt[data] = ids
         return list(ids)
 

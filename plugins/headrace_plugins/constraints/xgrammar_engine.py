@@ -57,6 +57,8 @@ class XGrammar:
         try:
             compiled = self._compiler.compile_grammar(text)
         except RuntimeError as error:
+            if "bad_alloc" in str(error):
+                raise _too_large() from None
             said = _POSITION.search(str(error))
             raise RequestError(
                 "HR-CONSTRAINT-02", f"the grammar can't be read: {(said[1] if said else str(error)).strip()}"
@@ -70,6 +72,13 @@ class XGrammar:
                 "look for rules without an end, and for character sets that exclude each other",
             )  # fmt: skip
         return program
+
+
+def _too_large() -> RequestError:
+    return RequestError(
+        "HR-CONSTRAINT-04", "the grammar takes xgrammar more memory than there is",
+        "make it smaller: lower bounds of repetitions, fewer alternatives",
+    )  # fmt: skip
 
 
 class XProgram(Program):
