@@ -32,6 +32,8 @@ from headrace_plugins.constraints.trimming import EMPTINESS_STATES
 
 MAX_DEPTH = 64
 """Expressions inside each other."""
+MARK_CHARACTERS = 256
+"""Of a text that ends another: the automaton that finds it grows with the square."""
 _KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "special": (),
@@ -95,7 +97,7 @@ class _Reader:
             case "regex":
                 return self._regex(_text(value, at), at)
             case "until":
-                return Rx(before(_filled(value, at)))
+                return Rx(before(_mark(value, at)))
             case "schema":
                 return self._schema(value, fields, path)
             case "seq":
@@ -128,7 +130,7 @@ class _Reader:
         """A text up to a mark together with the text behind it, which begins with the mark."""
         fields = _checked(part, path)[1]
         if "schema" not in fields:
-            return Rx(cat(before(_filled(fields["until"], f"{path}/until")), literal(behind)), sure=True)
+            return Rx(cat(before(_mark(fields["until"], f"{path}/until")), literal(behind)), sure=True)
         ref = self._schema(fields["schema"], fields, path)
         match self.rules.get(ref.name):
             case Alt((Rx(regex),)) if not _matches_nothing(regex):
@@ -163,7 +165,7 @@ class _Reader:
         notation = _text(fields.get("notation", "json"), f"{path}/notation")
         until = fields.get("until")
         if until is not None:
-            until = _filled(until, f"{path}/until")
+            until = _mark(until, f"{path}/until")
             if notation != "raw":
                 raise _wrong(f"{path}/until", 'only strings of notation "raw" end where a text follows')
         key = json.dumps([schema, notation, until], default=str)
@@ -243,6 +245,17 @@ def _filled(value: object, path: str) -> str:
     if not text:
         raise _wrong(path, "the text is empty")
     return text
+
+
+def _mark(value: object, path: str) -> str:
+    mark = _filled(value, path)
+    if len(mark) > MARK_CHARACTERS:
+        raise RequestError(
+            "HR-CONSTRAINT-04",
+            f"the mark at {path} has {len(mark):,} characters, at most {MARK_CHARACTERS} are looked for",
+            "end the text at a shorter one",
+        )
+    return mark
 
 
 def _count(fields: Mapping[str, object], key: str, path: str) -> int | None:

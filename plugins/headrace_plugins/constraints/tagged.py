@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, RequestError
 from headrace_plugins.constraints.marks import ROOT, Marks
-from headrace_plugins.constraints.tagged_document import Tagged, Think, read_tagged
+from headrace_plugins.constraints.tagged_document import Tagged, read_tagged, read_trigger
 from headrace_plugins.constraints.vocabulary import Vocabulary
 from headrace_plugins.constraints.walks import Forced, Program, Walk
 
@@ -40,7 +40,7 @@ def compile_tagged(text: str, vocabulary: Vocabulary, compile_body: Callable[[An
 
 def compile_after(trigger: str, budget: int | None, body: Program, vocabulary: Vocabulary) -> Program:
     """A grammar that holds for what follows a trigger (`Grammar.trigger`). budget: most tokens before the trigger."""
-    return TaggedProgram(Tagged(think=Think(None, trigger, budget), start="body"), body, vocabulary)
+    return TaggedProgram(Tagged(think=read_trigger(trigger, budget), start="body"), body, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +312,7 @@ class TaggedProgram(Program):
         return words
 
     def _free_words(self, node: int, n_bodies: int) -> NDArray[np.int32]:
-        most = self._tagged.most
-        left = None if most is None else most - n_bodies
-        key = ("free", node, left)
+        key = ("free", node, n_bodies == self._tagged.most)
         words = self._masks.get(key)
         if words is None:
             tried = [*self._triggers.completing(node), *self._trigger_ids] if self._triggers is not None else []

@@ -18,6 +18,10 @@ from typing import Any, Literal
 
 from headrace.errors import RequestError, did_you_mean
 
+MOST_TRIGGERS = 64
+MARK_BYTES = 256
+"""Most triggers, and bytes of one mark: what is kept for each grows with the square of the bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Think:
@@ -50,6 +54,8 @@ def read_tagged(text: str) -> Tagged:
     triggers = document.get("triggers") or []
     if not isinstance(triggers, list):
         raise _wrong("/triggers", f"{triggers!r} is no list of texts")
+    if len(triggers) > MOST_TRIGGERS:
+        raise _exceeded("/triggers", f"{len(triggers):,} triggers, at most {MOST_TRIGGERS}")
     for i, trigger in enumerate(triggers):
         _mark(trigger, f"/triggers/{i}")
         if trigger in triggers[:i]:
@@ -93,9 +99,11 @@ def _mark(value: Any, place: str) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(place, f"{value!r:.60} is no text of at least one character")
     try:
-        value.encode()
+        n_bytes = len(value.encode())
     except UnicodeEncodeError:
         raise _wrong(place, f"{value!r:.60} has half of a surrogate pair") from None
+    if n_bytes > MARK_BYTES:
+        raise _exceeded(place, f"{value!r:.60} ... has {n_bytes:,} bytes, a mark has at most {MARK_BYTES}")
     return value
 
 
@@ -105,6 +113,17 @@ def _count(value: Any, place: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _wrong(place, f"{value!r:.60} is neither null nor a whole number from 0 on")
     return value
+
+
+def read_trigger(trigger: str, budget: int | None) -> Think:
+    """`Grammar.trigger` and `Grammar.trigger_budget`. Raises as `read_tagged` does."""
+    return Think(None, _mark(trigger, "Grammar.trigger"), _count(budget, "Grammar.trigger_budget"))
+
+
+def _exceeded(place: str, problem: str) -> RequestError:
+    return RequestError(
+        "HR-CONSTRAINT-04", f"the tagged grammar (at {place}): {problem}", "use shorter marks, and fewer"
+    )
 
 
 def _wrong(place: str, problem: str) -> RequestError:
