@@ -207,9 +207,10 @@ class Terms:
     def _number(self, term: tuple[object, ...], empty: bool) -> int:
         number = self._numbers.get(term)
         if number is None:
-            number = self._numbers[term] = len(self._terms)
+            number = len(self._terms)
             if number > self.limit * NODES_PER_STATE:
                 raise _too_big(self.limit, "states' worth of terms")
+            self._numbers[term] = number
             self._terms.append(term)
             self.nullable.append(empty)
         return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from headrace.errors import RequestError
@@ -54,6 +54,8 @@ def read_json(kind: str, text: str, max_nesting: int) -> Any:
     except json.JSONDecodeError as error:
         message = f"the {kind} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         raise RequestError("HR-CONSTRAINT-02", message, _near(text, error.pos)) from None
+    except InvalidOperation:  # of Decimal
+        raise RequestError("HR-CONSTRAINT-02", f"the {kind} has a number whose exponent is too large", "") from None
     except ValueError as error:  # one of ours, or an integer of thousands of digits
         raise RequestError("HR-CONSTRAINT-02", f"the {kind} can't be read: {error}", "") from None
 

@@ -17,7 +17,7 @@ from headrace.errors import did_you_mean
 from headrace_plugins.constraints.schema.drafts import Draft, check_form, draft_names, draft_of, with_vocabulary
 from headrace_plugins.constraints.schema.limits import Budget, invalid
 
-MAX_EXPONENT = 5_000
+MAX_EXPONENT = 4_000
 """Of a number, in decimal digits: exact arithmetic must stay cheap."""
 
 
@@ -72,18 +72,18 @@ class Library:
         if reference.startswith("#"):
             uri, fragment = resource.uri, reference[1:]
         else:
-            uri, fragment = urldefrag(urljoin(resource.uri, reference))
+            uri, fragment = _joined(resource.uri, reference, pointer)
         target = resource if uri == resource.uri else self._resource(uri)
         if target is None:
             known = [name for name in (*self._documents, *self._resources) if name]
             help = did_you_mean(uri, known) if known else ""
-            help = help or f"pass the schema of {uri} in documents; the network is never asked"
-            raise invalid(pointer, f"{reference!r} refers to the unknown document {uri}", help)
+            help = help or f"pass the schema of {uri:.200} in documents; the network is never asked"
+            raise invalid(pointer, f"{_shown(reference)} refers to the unknown document {uri:.200}", help)
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             found = target.dynamic.get(fragment) or target.anchors.get(fragment)
             if found is None:
-                raise invalid(pointer, f"{reference!r} refers to an anchor that {uri or 'the schema'} does not have")
+                raise invalid(pointer, f"{_shown(reference)} names an anchor that is not in {_shown(uri or '#')}")
             return found, fragment if fragment in target.dynamic else None
         return self._at(target, fragment, reference, pointer), None
 
@@ -93,16 +93,16 @@ class Library:
             step = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and step in value:
                 value = value[step]
-            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            elif isinstance(value, list) and step.isdecimal() and len(step) < 10 and int(step) < len(value):
                 value = value[int(step)]
             else:
-                raise invalid(pointer, f"{reference!r} refers to nothing: there is no {step!r} in {where}")
+                raise invalid(pointer, f"{_shown(reference)} refers to nothing: there is no {_shown(step)} in {where}")
             where += "/" + part
             if id(value) in self._places:
                 resource, where = self._places[id(value)].resource, self._places[id(value)].pointer
         if not isinstance(value, dict):
             if not isinstance(value, bool):
-                raise invalid(pointer, f"{reference!r} refers to something that is not a schema")
+                raise invalid(pointer, f"{_shown(reference)} refers to something that is not a schema")
             return Place(value, resource, where)
         if id(value) not in self._places:
             self._index(value, resource, where)
@@ -179,9 +179,10 @@ class Library:
         name = schema.get(draft.id_keyword)
         if not isinstance(name, str) or (draft.ref_alone and "$ref" in schema):
             return resource
-        base, fragment = urldefrag(urljoin(resource.uri, name) if not name.startswith("#") else resource.uri + name)
+        here = f"{pointer}/{draft.id_keyword}"
+        base, fragment = urldefrag(resource.uri + name) if name[:1] == "#" else _joined(resource.uri, name, here)
         if fragment and not draft.id_anchors:
-            raise invalid(f"{pointer}/{draft.id_keyword}", f"{name!r} has a fragment")
+            raise invalid(here, f"{_shown(name)} has a fragment")
         if name.startswith("#"):
             return resource
         if is_root:
@@ -225,6 +226,15 @@ def subschemas(form: str, value: Any) -> Iterator[tuple[object, tuple[str | int,
 
 def steps(*keys: str | int) -> str:
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+
+
+def _joined(base: str, reference: str, pointer: str) -> tuple[str, str]:
+    """(URI, fragment) of a reference."""
+    try:
+        uri, fragment = urldefrag(urljoin(base, reference))
+    except ValueError as error:  # brackets that are no IPv6 address, a netloc that Unicode normalises to another one
+        raise invalid(pointer, f"{_shown(reference)} is no URI reference: {error}") from None
+    return uri, fragment
 
 
 def _bare(uri: str) -> str:
