@@ -137,13 +137,9 @@ class Guarded(Program):
     __slots__ = ("_program", "_refused", "_words")
 
     def __init__(self, program: Program, named: frozenset[int], vocabulary: Vocabulary) -> None:
-        import numpy as np
-
         self._program = program
         self._refused = vocabulary.special_ids - named - vocabulary.eos_ids
-        bits = np.ones(32 * vocabulary.n_words, np.uint8)
-        bits[sorted(self._refused)] = 0
-        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+        self._words = vocabulary.mask(self._refused, negated=True)
 
     def start(self) -> Walk:
         return _GuardedWalk(self._program.start(), self._refused, self._words)

@@ -11,7 +11,7 @@ says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -263,8 +263,7 @@ class TaggedProgram(Program):
         found = [token for token in single if token is not None]
         if len(found) == len(data):
             return found
-        found = self._vocabulary.tokenizer.encode(data.decode("utf-8", "replace"), add_bos=False)
-        return found if b"".join(self._vocabulary.text[token] for token in found) == data else []
+        return self._vocabulary.spell(data)
 
     # --- masks -----------------------------------------------------------------------------------------------------
 
@@ -305,9 +304,9 @@ class TaggedProgram(Program):
                 tried = [*self._along(missing), *special]
             good = [token for token in tried if self._after_thought(state, token, self._vocabulary.text[token])]
             if closing == DEAD:
-                words = self._words(set(tried) - set(good) | self._vocabulary.eos_ids, negated=True)
+                words = self._vocabulary.mask(set(tried) - set(good) | self._vocabulary.eos_ids, negated=True)
             else:
-                words = self._words(good)
+                words = self._vocabulary.mask(good)
             self._masks[key] = words
         return words
 
@@ -318,7 +317,7 @@ class TaggedProgram(Program):
             tried = [*self._triggers.completing(node), *self._trigger_ids] if self._triggers is not None else []
             text = self._vocabulary.text
             refused = [token for token in tried if self._freely(node, token, text[token], n_bodies) is None]
-            words = self._masks[key] = self._words(refused, negated=True)
+            words = self._masks[key] = self._vocabulary.mask(refused, negated=True)
         return words
 
     def _opening_words(self, opening: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -337,8 +336,8 @@ class TaggedProgram(Program):
                     (bad if self._thought(rest) is None else good).append(token)
                 elif after != DEAD:
                     good.append(token)
-            self._masks[*key, "refused"] = self._words(bad)
-            self._masks[key] = self._words(good)
+            self._masks[*key, "refused"] = self._vocabulary.mask(bad)
+            self._masks[key] = self._vocabulary.mask(good)
         return self._masks[key], self._masks[*key, "refused"]
 
     def _along(self, missing: bytes) -> list[int]:
@@ -346,15 +345,6 @@ class TaggedProgram(Program):
         text = self._vocabulary.text
         found = [token for token in self._vocabulary.with_prefix(missing[:1]) if missing.startswith(text[token])]
         return sorted({*found, *self._vocabulary.with_prefix(missing)})
-
-    def _words(self, tokens: Iterable[int], negated: bool = False) -> NDArray[np.int32]:
-        """[n_words] the mask of these tokens, or of all others."""
-        import numpy as np
-
-        bits = np.zeros(32 * self._vocabulary.n_words, np.uint8)
-        bits[: self._vocabulary.n_tokens] = negated
-        bits[list(tokens)] = not negated
-        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def missing(self, state: _State) -> Forced:
         """What must come next."""

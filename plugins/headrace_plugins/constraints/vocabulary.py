@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -64,10 +64,15 @@ class Vocabulary:
     @cached_property
     def eos_words(self) -> NDArray[np.int32]:
         """[n_words] the mask that allows the EOS tokens alone."""
+        return self.mask(self.eos_ids)
+
+    def mask(self, tokens: Iterable[int], *, negated: bool = False) -> NDArray[np.int32]:
+        """[n_words] the mask that allows these tokens, or all others."""
         import numpy as np
 
         bits = np.zeros(32 * self.n_words, np.uint8)
-        bits[sorted(self.eos_ids)] = 1
+        bits[: self.n_tokens] = negated
+        bits[list(tokens)] = not negated
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     @cached_property
