@@ -15,7 +15,6 @@ from headrace.errors import RequestError
 from headrace_plugins.constraints.dfa import Dfa, Edge, minimised
 from headrace_plugins.constraints.regex import (
     ANY_CHAR,
-    ANY_TEXT,
     MAX_CODE_POINT,
     NOTHING,
     And,
@@ -26,7 +25,6 @@ from headrace_plugins.constraints.regex import (
     Regex,
     Repeat,
     both,
-    complement,
 )
 
 MAX_STATES = 20_000
@@ -105,21 +103,13 @@ def is_empty(regex: Regex, limit: int = MAX_STATES) -> bool:
     return Language(regex, limit).is_empty()
 
 
-def includes(a: Regex, b: Regex, limit: int = MAX_STATES) -> bool:
-    """Whether every text of b is one of a."""
-    if a in (ANY_TEXT, b):
-        return True
-    text = literal_text(b)
-    return matches(a, text) if text is not None else is_empty(both(b, complement(a)), limit)
-
-
-def overlap(a: Regex, b: Regex, limit: int = MAX_STATES) -> bool:
+def overlap(a: Regex, b: Regex) -> bool:
     """Whether some text is in both."""
     for one, other in ((a, b), (b, a)):
         text = literal_text(one)
         if text is not None:
             return matches(other, text)
-    return not is_empty(both(a, b), limit)
+    return not is_empty(both(a, b))
 
 
 def automaton(regex: Regex, limit: int = MAX_STATES) -> Dfa:

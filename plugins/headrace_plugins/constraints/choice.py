@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
 from headrace_plugins.constraints.grammar import Rules, Rx
 from headrace_plugins.constraints.regex import NOTHING, Cat, Or, either, literal
+from headrace_plugins.constraints.texts import read_json
 
 MAX_CHOICES = 100_000
 _HELP = 'write a JSON list of texts: ["yes", "no"]'
 
 
-def read_choice(text: str) -> Rules:
+def read_choice(text: str, max_nesting: int) -> Rules:
     """Raises RequestError HR-CONSTRAINT-02 for what is not a list of texts, HR-CONSTRAINT-04 for too many of them."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("HR-CONSTRAINT-02", f"choice is not JSON: {error}", _HELP) from None
+    found = read_json("choice", text, max_nesting)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise RequestError("HR-CONSTRAINT-02", f"choice is not a list of texts: {text[:60]}", _HELP)
     return choice(found)

@@ -50,21 +50,19 @@ _ENGINE_LIMITS = ("HR-CONSTRAINT-03", "HR-CONSTRAINT-04", "HR-CONSTRAINT-05", "H
 class Work:
     """One compile: until when it may go on."""
 
-    def __init__(
-        self, cancelled: Callable[[], bool], timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._cancelled, self._clock = cancelled, clock
-        self._timeout_s, self._until = timeout_s, clock() + timeout_s
+    def __init__(self, cancelled: Callable[[], bool], timeout_s: float) -> None:
+        self._cancelled = cancelled
+        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
 
     def over(self) -> bool:
         """Is it cancelled, or out of time?"""
-        return self._clock() > self._until or self._cancelled()
+        return time.monotonic() > self._until or self._cancelled()
 
     def check(self) -> None:
         """Raises RequestError: HR-CONSTRAINT-06 when cancelled, -05 when out of time."""
         if self._cancelled():
             raise cancelled_error()
-        if self._clock() > self._until:
+        if time.monotonic() > self._until:
             raise RequestError(
                 "HR-CONSTRAINT-05", f"the grammar did not compile within compile_timeout = {self._timeout_s:g} s",
                 "make it smaller, or raise compile_timeout in [constraints]",
@@ -212,12 +210,9 @@ class Compiler:
 
             return Rules("regex", {"regex": Rx(parse_pattern(text, search=False, dialect="python"))})
         if kind == "choice":
-            from headrace_plugins.constraints.choice import choice
+            from headrace_plugins.constraints.choice import read_choice
 
-            texts = read_json(kind, text, self.options.max_nesting)
-            if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
-                raise RequestError("HR-CONSTRAINT-02", "the choice is no list of texts", 'write ["yes", "no"]')
-            return choice(texts)
+            return read_choice(text, self.options.max_nesting)
         from headrace_plugins.constraints.gbnf import read_gbnf
 
         names = {token: name for name, token in self.vocabulary.special.items()}

@@ -129,8 +129,8 @@ def test_limits_are_the_callers() -> None:
         assert caught.value.code == "HR-CONSTRAINT-04"
 
 
-@pytest.mark.parametrize("text", ["", "{}", '["a", 1]', "[]", '"a"', "[" * 50_000, '["\\ud800"]'])
+@pytest.mark.parametrize("text", ["", "{}", '["a", 1]', "[]", '"a"', '["\\ud800"]'])
 def test_a_choice_that_is_none_is_a_typed_error(text: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read_choice(text)
+        read_choice(text, 8)
     assert caught.value.code == "HR-CONSTRAINT-02"
