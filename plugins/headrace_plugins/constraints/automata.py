@@ -28,6 +28,8 @@ from headrace_plugins.constraints.regex import (
 )
 
 MAX_STATES = 20_000
+EMPTINESS_STATES = 2_000
+"""Up to so many states of a language are looked at where it may as well be left in, though no text is of it."""
 NODES_PER_STATE = 40
 """Terms that may be made per state of the limit: bounds the memory of languages whose states are long unions."""
 
@@ -101,6 +103,14 @@ def is_empty(regex: Regex, limit: int = MAX_STATES) -> bool:
     if not contains_operators(regex):
         return regex == NOTHING or not _possible(regex)
     return Language(regex, limit).is_empty()
+
+
+def surely_empty(regex: Regex) -> bool:
+    """Whether no text matches, as far as EMPTINESS_STATES tell."""
+    try:
+        return is_empty(regex, EMPTINESS_STATES)
+    except RequestError:
+        return False
 
 
 def overlap(a: Regex, b: Regex) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from headrace.errors import RequestError, did_you_mean
-from headrace_plugins.constraints.automata import is_empty
+from headrace_plugins.constraints.automata import EMPTINESS_STATES, is_empty
 from headrace_plugins.constraints.grammar import Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq, Special
 from headrace_plugins.constraints.patterns import parse_pattern
 from headrace_plugins.constraints.regex import Regex, cat, literal
@@ -28,7 +28,6 @@ from headrace_plugins.constraints.schema.limits import SchemaLimits
 from headrace_plugins.constraints.schema.reading import read_schema as read_json_schema
 from headrace_plugins.constraints.schema.shapes import ShapeTable
 from headrace_plugins.constraints.schema.writing import before, write_rules
-from headrace_plugins.constraints.trimming import EMPTINESS_STATES
 
 MAX_DEPTH = 64
 """Expressions inside each other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from headrace.errors import RequestError
-from headrace_plugins.constraints.automata import is_empty, nullable
+from headrace_plugins.constraints.automata import nullable, surely_empty
 from headrace_plugins.constraints.grammar import EMPTY_EXPR, NOTHING_EXPR, Alt, Expr, Lit, Ref, Rep, Rules, Rx, Seq
 from headrace_plugins.constraints.regex import (
     EMPTY,
@@ -23,9 +23,6 @@ from headrace_plugins.constraints.regex import (
     either,
     repeat,
 )
-
-EMPTINESS_STATES = 2_000
-"""Up to so many states of a regex with And or Not are looked at to find that it matches nothing."""
 
 
 def too_deep() -> RequestError:
@@ -223,10 +220,8 @@ def _simplified_regex(regex: Regex) -> Expr:
         regex = simplified(regex)
     if regex == EMPTY:
         return EMPTY_EXPR
-    try:
-        return NOTHING_EXPR if is_empty(regex, EMPTINESS_STATES) else Rx(regex)
-    except RequestError:  # too big to tell: then the engine finds out, or nothing can follow
-        return Rx(regex)
+    # too big to tell: then the engine finds out, or nothing can follow
+    return NOTHING_EXPR if surely_empty(regex) else Rx(regex)
 
 
 def _holds_nothing(regex: Regex) -> bool:

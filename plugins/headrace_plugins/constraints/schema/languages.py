@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.errors import RequestError
-from headrace_plugins.constraints.automata import Language
-from headrace_plugins.constraints.automata import is_empty as find_empty
+from headrace_plugins.constraints.automata import Language, surely_empty
 from headrace_plugins.constraints.regex import ANY_TEXT, NOTHING, And, Not, Regex
-
-MAX_STATES = 2_000
-"""Above this many a language is taken to hold something: shapes stay exact, some of them match nothing."""
 
 
 class Languages:
@@ -30,14 +25,10 @@ class Languages:
         return known
 
     def is_empty(self, regex: Regex) -> bool:
-        """Whether surely no text matches."""
+        """Whether surely no text matches; shapes stay exact where that is hard to tell, some of them match nothing."""
         if not isinstance(regex, And | Not):
             return regex == NOTHING
         known = self._empty.get(regex)
         if known is None:
-            try:
-                known = find_empty(regex, MAX_STATES)
-            except RequestError:
-                known = False
-            self._empty[regex] = known
+            known = self._empty[regex] = surely_empty(regex)
         return known

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.errors import RequestError
-from headrace_plugins.constraints.automata import contains_operators, is_empty
+from headrace_plugins.constraints.automata import contains_operators, surely_empty
 from headrace_plugins.constraints.characters import holds
 from headrace_plugins.constraints.dfa import Dfa, rules_of
 from headrace_plugins.constraints.grammar import Alt, Expr, Ref, Rules, Rx, Seq, Special
@@ -43,8 +43,6 @@ from headrace_plugins.constraints.schema.shapes import (
     String,
 )
 
-MAX_EMPTINESS_STATES = 2_000
-"""Up to so many states of a language are looked at to find that no text is of it."""
 MAX_INLINE_VALUES = 16
 """Listed values of a node that is not given a rule of its own."""
 
@@ -226,7 +224,7 @@ class Writer:
 
     def _strings(self, shapes: list[String], node: Node) -> Expr:
         mark = self.notation.mark
-        shapes = [shape for shape in shapes if shape.values is not None or not _is_empty(shape.language)]
+        shapes = [shape for shape in shapes if shape.values is not None or not surely_empty(shape.language)]
         if mark is not None:
             inside = both(_texts(shapes), without(mark))
             self._check_marks(shapes, mark, node)
@@ -318,13 +316,6 @@ def _is_short(shape: Shape) -> bool:
             return values is None or len(values) <= MAX_INLINE_VALUES
         case _:
             return True
-
-
-def _is_empty(language: Regex) -> bool:
-    try:
-        return is_empty(language, MAX_EMPTINESS_STATES)
-    except RequestError:  # too big to tell: then nothing can follow
-        return False
 
 
 def _texts(shapes: list[String]) -> Regex:
