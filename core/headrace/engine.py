@@ -54,8 +54,9 @@ from headrace.types import (
 
 log = logging.getLogger(__name__)
 
-COMPILE_WAIT_S = 0.05
-"""How long an otherwise idle step waits for a grammar to compile before it returns to its caller."""
+COMPILE_WAIT_S = 0.005
+"""How long an otherwise idle step waits for a grammar to compile before it returns to its caller, who takes in new
+requests between steps."""
 
 
 class Engine:
