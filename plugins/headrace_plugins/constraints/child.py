@@ -33,6 +33,10 @@ Stopped = Callable[[], None]
 """Raises RequestError when the work is to stop: cancelled, or out of time."""
 
 
+class ChildDied(RequestError):
+    """The child ended in the middle of a grammar."""
+
+
 class Children:
     """Child processes for trial compiles with one engine. One grammar at a time each; one stays for the next. Any
     thread."""
@@ -42,19 +46,29 @@ class Children:
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
         self._busy: set[_Child] = set()
+        self._n_closed = 0
 
     def try_compile(self, text: str, stopped: Stopped) -> None:
         """Compile in a child. Raises what compiling raises; what `stopped` raises, after killing the child; and
         HR-CONSTRAINT-08 when the child dies."""
         with self._lock:
             child = self._idle.pop() if self._idle else None
-        if child is None or not child.alive():
-            child = _Child(self._engine, self._memory_bytes)
-            greeting = _vocabulary_message(self._vocabulary)
-        else:
-            greeting = b""
+            n_closed = self._n_closed
+            if child is not None:
+                self._busy.add(child)
+        if child is not None:
+            try:
+                return self._ask(child, b"", text, stopped)
+            except ChildDied:  # of something else perhaps: it waited, and anybody may have ended it
+                if n_closed != self._n_closed:
+                    raise
+        child = _Child(self._engine, self._memory_bytes)
         with self._lock:
             self._busy.add(child)
+        self._ask(child, _vocabulary_message(self._vocabulary), text, stopped)
+
+    def _ask(self, child: _Child, greeting: bytes, text: str, stopped: Stopped) -> None:
+        """child: one of the busy ones."""
         keep = False
         try:
             answer = child.ask(greeting + _message({"grammar": text}), stopped)
@@ -75,6 +89,7 @@ class Children:
         with self._lock:
             idle, busy = [*self._idle], [*self._busy]
             self._idle.clear()
+            self._n_closed += 1
         for child in busy:
             child.stop()  # its own thread sees that, and clears up
         for child in idle:
@@ -94,9 +109,6 @@ class _Child:
         self._in, self._out = self._process.stdin, self._process.stdout
         os.set_blocking(self._in.fileno(), False)
         os.set_blocking(self._out.fileno(), False)
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
 
     def stop(self) -> None:
         self._process.kill()
@@ -135,11 +147,11 @@ class _Child:
                     answer: dict[str, Any] = json.loads(received[_LENGTH.size : _LENGTH.size + size])
                     return answer
 
-    def _death(self) -> RequestError:
+    def _death(self) -> ChildDied:
         self._process.kill()
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return RequestError(
+        return ChildDied(
             "HR-CONSTRAINT-08", f"the process that compiled the grammar died ({how})",
             "the grammar asks too much of the engine, most often of its memory: make it smaller",
         )  # fmt: skip

@@ -95,6 +95,17 @@ def test_one_child_serves_many_grammars(processes: list[subprocess.Popen[bytes]]
     engine.close()
 
 
+def test_a_child_that_died_while_it_waited_is_replaced(processes: list[subprocess.Popen[bytes]]) -> None:
+    engine = auto(None, ToyTokenizer())
+    engine.compile(GOOD)
+    processes[0].kill()
+    assert engine.compile(Grammar("lark", 'start: "b"')).start().accept(ord("b"))
+    assert len(processes) == 2
+    assert code_of(engine, DEADLY) == "HR-CONSTRAINT-08", "in the first one and in a fresh one"
+    assert len(processes) == 3
+    engine.close()
+
+
 def test_close_ends_a_running_compile(processes: list[subprocess.Popen[bytes]]) -> None:
     engine, codes = auto(None, ToyTokenizer()), []
     begun = threading.Event()
