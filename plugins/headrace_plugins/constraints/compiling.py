@@ -21,7 +21,6 @@ from headrace_plugins.constraints.child import Children
 from headrace_plugins.constraints.engines import SERVES, Engine, installed, load_engine
 from headrace_plugins.constraints.grammar import Rules
 from headrace_plugins.constraints.options import ConstraintOptions
-from headrace_plugins.constraints.shortest import check_shortest
 from headrace_plugins.constraints.texts import check_text, read_json
 from headrace_plugins.constraints.vocabulary import Vocabulary
 from headrace_plugins.constraints.walks import Program
@@ -178,6 +177,8 @@ class Compiler:
                 f"the grammar has about {min(states, UNTOLD):,} states, or more; the limit is {MOST_WEIGHT:,}",
                 "lower the bounds of its repetitions, above all of those inside others",
             )  # fmt: skip
+        from headrace_plugins.constraints.shortest import check_shortest
+
         check_shortest(rules)
         return self._program_of(name, self._engine(name).print(rules), work, trial=states > TRIAL_WEIGHT)
 
