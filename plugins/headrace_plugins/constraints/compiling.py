@@ -257,7 +257,15 @@ class Compiler:
             )  # fmt: skip
             return self._program(name, rules, work)
 
-        return Made(compile_tagged(text, self.vocabulary, compile_body), name)
+        try:
+            return Made(compile_tagged(text, self.vocabulary, compile_body), name)
+        except RequestError as error:
+            if error.code != "HR-CONSTRAINT-03" or "on_unsupported" not in error.help:
+                raise
+            raise RequestError(error.code, error.message, _IN_FULL) from error
+
+
+_IN_FULL = "remove or simplify it: beside reasoning and tool calls on_unsupported is not heeded, a schema holds in full"
 
 
 def read_table(schema: object, options: ConstraintOptions, work: Work, *, lenient: bool) -> Table:

@@ -97,6 +97,17 @@ def test_in_the_middle_of_reasoning() -> None:
     assert matcher.verdict() is not None
 
 
+def test_tagged_grammars_say_that_their_schemas_hold_in_full() -> None:
+    """The option that is set already is no help there."""
+    body = {"start": "body", "body": {"schema": {"type": "array", "uniqueItems": True}}}
+    engine = auto(ConstraintOptions(on_unsupported="validate"), ToyTokenizer(320))
+    with pytest.raises(RequestError) as caught:
+        engine.compile(Grammar("tagged", json.dumps(body)))
+    assert caught.value.code == "HR-CONSTRAINT-03"
+    assert "uniqueItems" in caught.value.message
+    assert "in full" in caught.value.help
+
+
 def test_without_jsonschema_the_pip_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jsonschema", None)
     with pytest.raises(RequestError) as refused:
