@@ -142,6 +142,9 @@ class PluginsTable(Options):
     """Names of plugins that are not loaded."""
 
 
+CONSTRAINTS = "auto"
+"""The constraint engine of configs that name none, where a plugin offers it. It may lack its packages until a request
+has a constraint."""
 SINGLE: Mapping[str, type[Spec]] = {
     "backend": BackendSpec,
     "drafter": DrafterSpec,
@@ -340,6 +343,8 @@ def _single(path: KeyPath, raw: Any, tree: Tree, problems: list[HeadraceError]) 
     use = options.pop("use", None)
     if len(problems) > n_before:
         return None
+    if use is None and path == ("constraints",):
+        use = CONSTRAINTS
     if use is None and path != ("backend",):
         message = f"required key {at((*path, 'use'), tree)} is missing"
         problems.append(ConfigError("HR-CONFIG-05", message, f'use = "NAME" picks a plugin, use = "{NONE}" none'))

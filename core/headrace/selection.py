@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.catalog import Catalog, Entry, extras, install_line, missing_packages
-from headrace.config import Choice, Chosen, Config, check_disabled, check_options, choose, raise_problems
+from headrace.config import (
+    CONSTRAINTS,
+    Choice,
+    Chosen,
+    Config,
+    check_disabled,
+    check_options,
+    choose,
+    raise_problems,
+)
 from headrace.errors import FAULTS, ConfigError, HeadraceError, ModelError, PluginError, why
 from headrace.hooks import BackendSpec, ConstraintSpec, DialectSpec
 from headrace.machine import probe_machine
@@ -60,11 +69,6 @@ def select(config: Config, catalog: Catalog | None) -> Selected:
     _check_asked(config, backend)
     return Selected(catalog=catalog, source=source, machine=machine, backend=backend, fit=fit, rejected=rejected,
                     parts=parts)  # fmt: skip
-
-
-CONSTRAINTS = "auto"
-"""The constraint engine of configs without [constraints], where a plugin offers it. It may lack its packages until a
-request has a constraint."""
 
 
 def _default_constraints(config: Config, catalog: Catalog, problems: list[HeadraceError]) -> Chosen[Any] | None:

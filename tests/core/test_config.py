@@ -321,7 +321,7 @@ def test_all_problems_are_shown_at_once(write: Write, catalog: Catalog) -> None:
         [drafter]
         use = "ngrm"
         [constraints]
-        kind = 1
+        use = 1
         [observers]
         log = 1
         [plugins]
@@ -331,7 +331,7 @@ def test_all_problems_are_shown_at_once(write: Write, catalog: Catalog) -> None:
         text = "\n".join(map(str, found))
         for key, line in [("determinsm", 3), ("determinism", 4), ("max_sequences", 5), ("engine.max_waiting", 7),
                           ("engine.prefix_cache", 8), ("sampling.top_p", 10), ("sampling.max_tokens", 11),
-                          ("constraints.use", 20), ("observers.log", 23)]:  # fmt: skip
+                          ("constraints.use", 21), ("observers.log", 23)]:  # fmt: skip
             assert [each for each in found if key in each.message and f"node.toml:{line})" in each.message], (key, text)
     for key, line in [("store.neded", 14), ("store.needed", 12), ("store.slots", 15), ("store.path", 16),
                       ("store.url", 17), ("drafter.use", 19), ("bultin", 25)]:  # fmt: skip
@@ -544,3 +544,10 @@ def test_texts_that_are_no_utf8_are_named_among_the_other_problems() -> None:
     assert raised.value.code == "HR-CONFIG-04"
     assert "model (argument) is no UTF-8 text" in str(raised.value)
     assert "engine.max_sequences = 0" in str(raised.value)
+
+
+def test_constraints_without_a_name_are_auto() -> None:
+    """One option is enough: the engine is the one that a config without the table has."""
+    chosen = load_config(None, model="toy://vocab=320", sets=["constraints.max_text=1KiB"]).constraints
+    assert chosen is not None
+    assert (chosen.use, dict(chosen.options)) == ("auto", {"max_text": "1KiB"})

@@ -24,7 +24,7 @@ SOURCE_ROOTS = ("core", "plugins", "backends")
 PLUGIN_PACKAGES = ("headrace_plugins", "headrace_gguf")
 
 # What the core may cost to read, in lines of code. A module that is not named counts as what runs in a step.
-CORE_CODE_LINES = {"step": 3100, "models": 400, "build": 2250, "front doors": 850, "chats": 1350}
+CORE_CODE_LINES = {"step": 3100, "models": 400, "build": 2275, "front doors": 850, "chats": 1350}
 CORE_GROUPS = {
     "build": {
         "__init__", "__main__", "hooks", "catalog", "config", "options", "layers", "tomlmap", "pipeline", "selection",

@@ -42,7 +42,7 @@ class Refusal(RequestError):
         super().__init__(
             "HR-CONSTRAINT-03",
             f"'{keyword}' at {pointer} can't be enforced: {why}",
-            'remove or simplify it, or set on_unsupported = "validate" to check the finished value instead',
+            'remove or simplify it, or check the finished value instead: constraints.on_unsupported = "validate"',
         )
         self.pointer, self.keyword, self.why = pointer, keyword, why
 
