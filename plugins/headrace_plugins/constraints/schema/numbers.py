@@ -49,7 +49,9 @@ ANY_WHOLE = whole(0, None)
 SIGN = repeat(chars([(0x2B, 0x2B), (0x2D, 0x2D)]), 0, 1)
 MARK = chars([(0x45, 0x45), (0x65, 0x65)])
 ANY_NUMBER = cat(MINUS, ANY_WHOLE, ANY_FRACTION, repeat(cat(MARK, SIGN, repeat(DIGIT, 1)), 0, 1))
-INTEGER = cat(MINUS, ANY_WHOLE, NO_FRACTION)
+POINT_ZERO = repeat(literal(".0"), 0, 1)
+"""What may stand behind a whole number that is asked for: a model must not be able to write zeros without end."""
+INTEGER = cat(MINUS, ANY_WHOLE, POINT_ZERO)
 TINY, HUGE = -5, 16
 """From these exponents on, `json.dumps` writes a float with an exponent."""
 
@@ -80,10 +82,10 @@ def number_language(shape: Number, where: str) -> Regex | Dfa:
     that are too fine.
     """
     if shape.values is not None:
-        return either(*map(spellings, shape.values))
+        return either(*map(_written, shape.values))
     listed = _listed(shape)
     if listed is not None:
-        return either(*map(spellings, listed))
+        return either(*map(_written, listed))
     base = _between(shape, where)
     if shape.excluded:
         base = both(base, *(complement(spellings(value)) for value in shape.excluded))
@@ -96,20 +98,25 @@ def number_language(shape: Number, where: str) -> Regex | Dfa:
     return _all_of(base, steps, where)
 
 
-def spellings(value: Fraction) -> Regex:
+def _written(value: Fraction) -> Regex:
+    """The spellings of a number that is asked for: no zeros at the end but that of `1.0`."""
+    return spellings(value, POINT_ZERO, EMPTY)
+
+
+def spellings(value: Fraction, no_fraction: Regex = NO_FRACTION, zeros: Regex = ZEROS) -> Regex:
     """Of one number: `1`, `1.0`, and with an exponent what `json.dumps` writes so."""
     sign = literal("-") if value < 0 else MINUS if value == 0 else EMPTY
     value = abs(value)
     shown = digits.of_fraction(value - int(value))
     if shown is None:
         return NOTHING  # a third has no decimal spelling
-    plain = cat(literal(str(int(value))), cat(POINT, literal(shown), ZEROS) if shown else NO_FRACTION)
+    plain = cat(literal(str(int(value))), cat(POINT, literal(shown), zeros) if shown else no_fraction)
     exponent = _exponent(value) if value else 0
     if TINY < exponent < HUGE:
         return cat(sign, plain)
     scaled = value / Fraction(10) ** exponent
     shown = digits.of_fraction(scaled - int(scaled)) or ""
-    mantissa = cat(literal(str(int(scaled))), cat(POINT, literal(shown), ZEROS) if shown else NO_FRACTION)
+    mantissa = cat(literal(str(int(scaled))), cat(POINT, literal(shown), zeros) if shown else no_fraction)
     return cat(sign, either(plain, cat(mantissa, MARK, _power(exponent, exponent))))
 
 
@@ -172,7 +179,7 @@ def _magnitudes(bounds: Bounds, integer: bool, plain: bool) -> Regex:
     if integer:
         least = math.floor(low) + 1 if bounds.low_open else math.ceil(low)
         most = None if high is None else math.ceil(high) - 1 if bounds.high_open else math.floor(high)
-        return cat(whole(least, most), NO_FRACTION)
+        return cat(whole(least, most), POINT_ZERO)
     written = _decimals(bounds)
     if plain:
         return written
