@@ -29,6 +29,9 @@ GRACE_S = 5.0
 
 ERROR_CHARS = 2000
 
+CATCHABLE = (*FAULTS, KeyboardInterrupt)
+"""What a tool may raise and a coroutine may catch; GeneratorExit is how a coroutine itself is closed."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -146,10 +149,12 @@ class Caller:
                 value, error = task.result()
                 if isinstance(error, asyncio.CancelledError):
                     raise RuntimeError("it was cancelled")
+                if error is not None and not isinstance(error, CATCHABLE):
+                    raise RuntimeError(f"it raised {type(error).__name__}")
                 if error is not None:
                     raise error
             return ToolResult(call["id"], name, text_of(value))
-        except (*FAULTS, KeyboardInterrupt) as error:
+        except CATCHABLE as error:
             log.info("a call of the tool %r failed", name, exc_info=True)
             return _failed(call, error)
 
@@ -170,7 +175,7 @@ async def _awaited(bound: Callable[[], Any]) -> tuple[Any, BaseException | None]
     """(value, None) or (None, error): SystemExit in a task would end its loop."""
     try:
         return await bound(), None
-    except (*FAULTS, KeyboardInterrupt) as error:
+    except CATCHABLE as error:
         return None, error
 
 

@@ -300,14 +300,14 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
         local = {key: cell.cell_contents for key, cell in cells if _is_filled(cell)}
     try:
         found = typing.get_type_hints(plain, localns=local, include_extras=True)
-    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        found.pop("return", None)
+        return {key: portable(hint) for key, hint in found.items()}
+    except (NameError, AttributeError, TypeError, SyntaxError, RecursionError) as error:
         raise RequestError(
             "HR-TOOL-01",
             f"the annotations of the tool {name!r} can't be evaluated: {error}: {_written(plain)}",
-            "define the types where the module can see them, not inside a function",
+            "define the types where the module can see them; types that hold themselves: typing_extensions.TypedDict",
         ) from error
-    found.pop("return", None)
-    return {key: portable(hint) for key, hint in found.items()}
 
 
 def _is_filled(cell: Any) -> bool:

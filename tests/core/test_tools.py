@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -527,3 +528,20 @@ def test_choices() -> None:
     ):
         with pytest.raises(RequestError, match=f"HR-TOOL-04: tool_choice = .*{text}"):
             choice_of(bad, True, tools)  # type: ignore[arg-type]
+
+
+class Left(typing.TypedDict):
+    right: Right
+
+
+class Right(typing.TypedDict):
+    left: Left
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there pydantic takes typing's TypedDict as it is")
+def test_types_that_hold_each_other() -> None:
+    def walk(side: Left) -> None:
+        """Walks."""
+
+    with pytest.raises(RequestError, match=r"HR-TOOL-01.*'walk'.*recursion"):
+        tool(walk)
