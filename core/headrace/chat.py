@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.answers import ChatChunk, Reading, Reply, at_least, check_thinking, job_for
 from headrace.calls import Caller, ToolResult, text_of
 from headrace.dialogue import ChatFormat, Message, ToolChoice, Turn
-from headrace.errors import AnswerError, ConfigError, RequestError
+from headrace.errors import AnswerError, ConfigError, RequestError, did_you_mean
 from headrace.llm import LLM, Params
 from headrace.schemas import Expected, expected
 from headrace.textfile import expanded, is_template, read_text
@@ -149,6 +150,9 @@ class Chat:
         self.thinking, self.thinking_budget = thinking, thinking_budget
         self._expected = None if schema is None else expected(schema)
         self._owned = not isinstance(model, LLM)
+        if llm_options and not self._owned:
+            name, known = next(iter(llm_options)), inspect.signature(Chat).parameters
+            raise RequestError("HR-REQUEST-01", f"an open LLM takes no option {name}", did_you_mean(name, known))
         self.llm = model if isinstance(model, LLM) else LLM(model, **llm_options)
         try:
             self._format = chat_format(self.llm, template)

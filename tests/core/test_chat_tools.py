@@ -774,3 +774,18 @@ def test_n_samples_are_read_each(talk: Talk) -> None:
 def test_two_constraint_errors_name_what_they_are(llm: LLM) -> None:
     with pytest.raises((RequestError, ConfigError)):
         Chat(llm, schema=object())
+
+
+def test_a_tool_that_raises_what_closes_coroutines(talk: Talk) -> None:
+    def leaves() -> None:
+        raise GeneratorExit
+
+    chat, _ = talk(call("leaves"), "So it left.", tools=[leaves])
+    assert chat.ask("leave", LONG).text == "So it left."
+    (result,) = (message["content"] for message in chat.history if message["role"] == "tool")
+    assert "GeneratorExit" in result
+
+
+def test_options_of_the_model_need_a_model_to_open(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"(?s)no option tool_timeout.*did you mean 'tool_timeout_s'"):
+        Chat(llm, tool_timeout=1)
