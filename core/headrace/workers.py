@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from headrace.errors import FAULTS
+
 Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -52,6 +54,8 @@ def _serve(calls: Calls) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:  # whoever asks for the result gets it
+            except FAULTS as error:  # whoever asks for the result gets it
                 future.set_exception(error)
+            except BaseException as error:  # nobody pressed Ctrl-C here: whoever asks must not take it for that
+                future.set_exception(RuntimeError(f"{type(error).__name__} was raised"))
         del waiting, future, call  # what they refer to must not live until the next call comes

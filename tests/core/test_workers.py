@@ -20,8 +20,13 @@ def test_results_and_failures() -> None:
         futures[0].result()
     assert [future.result() for future in futures[1:]] == [6, 3, 2]
     assert isinstance(workers.submit(lambda: sys.exit(3)).exception(), SystemExit)
+    assert isinstance(workers.submit(_interrupt).exception(), RuntimeError), "nobody pressed Ctrl-C"
     assert workers.submit(lambda: threading.current_thread().name).result() == "w"
     workers.close()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_close_drops_what_waits_and_ends_the_threads() -> None:
